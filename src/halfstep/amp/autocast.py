@@ -1,0 +1,109 @@
+"""`autocast`: torch's interface, without its stale cache and without its silent fallbacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from halfstep.amp.emulation import Emulation
+from halfstep.errors import ConfigError
+from halfstep.hardware import default_device, probe
+from halfstep.policy import Policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class autocast:  # noqa: N801  the name of torch's
+    """Run matrix products, convolutions and attention in 16 bits inside a `with` block or a decorated function.
+
+    device_type: "cpu" or "cuda"; default: the device that would be trained on.
+    dtype: torch.bfloat16 or torch.float16; default: bf16 on a CPU, fp16 on a GPU, as torch.
+    enabled: False makes the block run in the dtypes of its inputs.
+    cache_enabled: torch's cache of cast weights. Off unless asked for: it is keyed by the tensor and not by its version,
+        so weights changed inside the block would be used stale.
+
+    On a CPU without instructions for the dtype the products are emulated: the same numbers at fp32's speed.
+    Raises ConfigError for a device that is not there and for a dtype that autocast would ignore, where torch only warns and
+    runs fp32.
+    """
+
+    def __init__(
+        self, device_type: str | None = None, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        self.device_type = torch.device(device_type).type if device_type is not None else default_device().type
+        self.dtype = dtype if dtype is not None else torch.get_autocast_dtype(self.device_type)
+        self.enabled = enabled
+        self.cache_enabled = bool(cache_enabled)
+        if enabled and self.dtype not in NAMES:
+            raise ConfigError(
+                f"autocast to {self.dtype} was asked for, and only torch.bfloat16 and torch.float16 have an effect",
+                "Use one of them, or enabled=False.",
+            )
+        self._emulated = enabled and self.device_type == "cpu" and not probe("cpu").is_native(NAMES[self.dtype])
+        if enabled and self.device_type != "cpu":
+            probe(self.device_type)  # refuses a device that is not there
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> autocast:
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(self.device_type, self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled))
+        if self._emulated:
+            stack.enter_context(Emulation())
+        self._open.append(stack)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.pop().__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate `function`: each of its calls runs inside a block of its own."""
+
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+                return function(*args, **kwargs)
+
+        return inside
+
+
+class Fp32Products:
+    """Sets torch's switch for fp32 products on the GPU (tf32 or exact) inside a block, and puts it back.
+
+    The switch is global to the process: a block holds it only while it runs, forward and backward each.
+    """
+
+    def __init__(self, tf32: bool) -> None:
+        self.value = "tf32" if tf32 else "ieee"
+        self._before: list[tuple[str, str]] = []
+
+    def __enter__(self) -> Fp32Products:
+        matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]  # set up at run time
+        self._before.append((matmul.fp32_precision, conv.fp32_precision))
+        matmul.fp32_precision = conv.fp32_precision = self.value
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+        matmul.fp32_precision, conv.fp32_precision = self._before.pop()
+
+
+def forward_context(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
+    """The block in which a forward pass under `policy` runs."""
+    stack = ExitStack()
+    if device.type == "cuda":
+        stack.enter_context(Fp32Products(policy.tf32))
+    if policy.is_mixed:
+        stack.enter_context(autocast(device.type, policy.dtype))
+    return stack
+
+
+def backward_context(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
+    """The block in which a backward pass under `policy` runs."""
+    return Fp32Products(policy.tf32) if device.type == "cuda" else ExitStack()

@@ -1,0 +1,10 @@
+"""Facts about devices: a frozen record, the one probe that makes it, and the advice drawn from it."""
+
+from halfstep.hardware.capabilities import Capabilities as Capabilities
+from halfstep.hardware.doctor import Diagnosis as Diagnosis
+from halfstep.hardware.doctor import diagnose as diagnose
+from halfstep.hardware.doctor import doctor as doctor
+from halfstep.hardware.probe import default_device as default_device
+from halfstep.hardware.probe import memory_in_use as memory_in_use
+from halfstep.hardware.probe import probe as probe
+from halfstep.hardware.probe import processes as processes

@@ -1,0 +1,8 @@
+"""Pure functions of tensors: no module, no optimizer, no device query."""
+
+from halfstep.numerics.gradients import clip_factor as clip_factor
+from halfstep.numerics.gradients import largest as largest
+from halfstep.numerics.gradients import multiply_ as multiply_
+from halfstep.numerics.gradients import norm as norm
+from halfstep.numerics.gradients import stored as stored
+from halfstep.numerics.gradients import wide_norm as wide_norm

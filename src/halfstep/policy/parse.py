@@ -1,0 +1,163 @@
+"""Text to `Policy`, and the boolean flags of the well-known trainers to `Policy`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import get_args, get_type_hints
+
+from halfstep.errors import ConfigError, suggest
+from halfstep.policy.policy import KEYS, LARGEST_SCALE, PRESETS, LossScale, Policy
+
+FOREIGN = {  # spellings of other libraries, named in the error and not accepted: one spelling each
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "16": "fp16-mixed",
+    "16-mixed": "fp16-mixed",
+    "fp16": "fp16-mixed",
+    "bf16": "bf16-mixed",
+}
+
+
+def parse(text: str | Policy) -> Policy:
+    """Read a policy from its text form; a `Policy` is returned as it is.
+
+    Raises ConfigError for an unknown preset, key or value, with the nearest match.
+    """
+    if isinstance(text, Policy):
+        return text
+    name, *settings = (part.strip() for part in text.split(","))
+    if name in FOREIGN:
+        raise ConfigError(f"unknown precision {name!r}", f"In halfstep's spelling it is {FOREIGN[name]!r}.")
+    if name not in PRESETS:
+        raise ConfigError(f"unknown precision {name!r}", suggest(name, PRESETS))
+    policy, seen = PRESETS[name], set[str]()
+    for setting in settings:
+        key, sign, value = (part.strip() for part in setting.partition("="))
+        if key not in KEYS:
+            raise ConfigError(f"unknown key {key!r} in precision {text!r}", suggest(key, KEYS))
+        if not sign or not value:
+            raise ConfigError(f"key {key!r} in precision {text!r} has no value", f"Write {key}=VALUE.")
+        if key in seen:
+            raise ConfigError(f"key {key!r} stands twice in precision {text!r}", "Leave one of them out.")
+        seen.add(key)
+        policy = _with(policy, key, value)
+    return check(policy)
+
+
+def from_flags(
+    *,
+    precision: str | Policy | None = None,
+    fp16: bool = False,
+    bf16: bool = False,
+    tf32: bool | None = None,
+    mixed_precision: str | None = None,
+) -> Policy:
+    """The policy that `fp16=`, `bf16=`, `tf32=` (trainers) or `mixed_precision=` (accelerators) ask for.
+
+    `precision` is halfstep's own text and excludes the others, except that `tf32=` may repeat what it says.
+    Raises ConfigError when two of them contradict each other.
+    """
+    if fp16 and bf16:
+        raise ConfigError("fp16=True and bf16=True were both given, and a run has one 16-bit format", "Leave one of them out.")
+    asked = [flag for flag, on in (("fp16=True", fp16), ("bf16=True", bf16)) if on]
+    if mixed_precision is not None:
+        asked.append(f"mixed_precision={mixed_precision!r}")
+    if precision is not None:
+        if asked:
+            raise ConfigError(f"precision={str(precision)!r} and {asked[0]} were both given", "Leave one of them out.")
+        policy = parse(precision)
+        if tf32 is not None and tf32 != policy.tf32:
+            word = "on" if tf32 else "off"
+            raise ConfigError(
+                f"precision={str(precision)!r} has tf32 {'on' if policy.tf32 else 'off'} and tf32={tf32}", f"Write tf32={word} in precision."
+            )
+        return policy
+    names = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed", None: "fp32"}
+    if mixed_precision not in names:
+        raise ConfigError(f"unknown mixed_precision {mixed_precision!r}", suggest(str(mixed_precision), ("no", "fp16", "bf16")))
+    policy = PRESETS["fp16-mixed" if fp16 else "bf16-mixed" if bf16 else names[mixed_precision]]
+    if tf32 and policy.preset == "fp32":
+        return PRESETS["tf32"]
+    return replace(policy, tf32=bool(tf32))
+
+
+def _with(policy: Policy, key: str, value: str) -> Policy:
+    """A copy of `policy` with one setting read from text."""
+    if key == "tf32":
+        return replace(policy, tf32=_choice(key, value, ("on", "off")) == "on")
+    if key == "output":
+        allowed = get_args(get_type_hints(Policy)["output"])
+        return replace(policy, output=_choice(key, value, allowed))  # type: ignore[arg-type]  # checked on this line
+    if key == "fp32":
+        return replace(policy, fp32=tuple(p.strip() for p in value.split("|") if p.strip()))
+    if key == "scale":
+        kind, _, init = value.partition(":")
+        _choice(key, kind, ("none", "static", "dynamic"))
+        start = _power(key, init) if init else LossScale().init
+        if kind == "static" and not init:
+            raise ConfigError("scale=static needs the scale itself", "Write for example scale=static:1024.")
+        return replace(policy, scale=replace(policy.scale, kind=kind, init=start))  # type: ignore[arg-type]  # checked above
+    if key == "scale_window":
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"scale_window={value!r} is not a number of steps", "Write a whole number of 1 or more, for example 2000.")
+        return replace(policy, scale=replace(policy.scale, window=int(value)))
+    if key == "scale_floor":
+        return replace(policy, scale=replace(policy.scale, floor=_power(key, value)))
+    return replace(policy, scale=replace(policy.scale, ceiling=_power(key, value)))
+
+
+def _choice(key: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value!r} is not known", suggest(value, allowed))
+    return value
+
+
+def _power(key: str, text: str) -> float:
+    """A number that must be a power of two, so that multiplying by it loses no bit. `2^16` is read too."""
+    base, hat, exponent = text.partition("^")
+    try:
+        number = float(base) ** int(exponent) if hat else float(text)
+    except (ValueError, OverflowError):
+        number = math.nan
+    return power_of_two(key, number, text)
+
+
+def power_of_two(key: str, number: float, text: str = "") -> float:
+    """`number` if it is a power of two of at most 2^32, else a ConfigError that names the nearest one."""
+    shown = text or f"{number:g}"
+    if not (math.isfinite(number) and number > 0):
+        raise ConfigError(f"{key}={shown} is not a loss scale", "Write a power of two, for example 65536 or 2^16.")
+    if math.frexp(number)[0] != 0.5:
+        near = 2.0 ** round(math.log2(number))
+        raise ConfigError(f"{key}={shown} is not a power of two, so scaling would round every gradient", f"Use {near:g}.")
+    if number > LARGEST_SCALE:
+        raise ConfigError(f"{key}={shown} is above 2^32, where a scaled loss may not fit fp32", "Use 2^32 or less.")
+    return number
+
+
+def check(policy: Policy) -> Policy:
+    """Refuse settings of one policy that contradict each other or have no effect, whatever the device."""
+    if policy.preset not in PRESETS:
+        raise ConfigError(f"unknown precision {policy.preset!r}", suggest(policy.preset, PRESETS))
+    scale = policy.scale
+    for key, number in (("scale", scale.init), ("scale_floor", scale.floor), ("scale_ceiling", scale.ceiling)):
+        power_of_two(key, number)
+    if policy.autocast == "fp32" and policy.fp32:
+        raise ConfigError(f"fp32={'|'.join(policy.fp32)} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")
+    if policy.autocast != "fp16" and scale.kind != "none":
+        raise ConfigError(f"scale={scale} has no use under {policy.preset}: only fp16 gradients underflow", "Leave it out, or use fp16-mixed.")
+    if policy.preset == "fp32" and policy.tf32:
+        raise ConfigError("precision 'fp32,tf32=on' says two things", "Use 'tf32'.")
+    if policy.preset == "tf32" and not policy.tf32:
+        raise ConfigError("precision 'tf32,tf32=off' says two things", "Use 'fp32'.")
+    plain = LossScale(scale.kind, scale.init)
+    if scale.kind != "dynamic" and scale != plain:
+        raise ConfigError(f"scale_floor, scale_ceiling and scale_window have no effect with scale={scale}", "Leave them out, or use scale=dynamic.")
+    if scale.kind == "dynamic" and not scale.floor <= scale.init <= scale.ceiling:
+        raise ConfigError(
+            f"the loss scale starts at {scale.init:g}, outside [{scale.floor:g}, {scale.ceiling:g}]",
+            "Move scale_floor, scale_ceiling or the start in scale=dynamic:START.",
+        )
+    return policy

@@ -1,0 +1,248 @@
+"""The step engine: measure, decide, unscale, clip, update the optimizer, update the scale, and say what happened.
+
+All three doors use this one. The order of a step:
+
+    scale(loss).backward()     gradients are now multiplied by the loss scale
+    unscale(optimizer)         one pass measures them, a verdict is reached, good ones are divided by the scale
+    clip(...)                  acts on unscaled gradients
+    step(optimizer)            does what is missing of the above, then updates the weights or does not, and tells
+    update()                   the scale follows the verdicts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep import numerics
+from halfstep.errors import ConfigError, DivergedError, StepOrderError
+from halfstep.step.result import Reason, StepResult
+from halfstep.step.scaling import Scaling
+from halfstep.step.verdict import Verdict, judge
+
+
+@dataclass
+class _Record:
+    """Where one optimizer stands."""
+
+    verdict: Verdict | None = None  # on the gradients at hand; set when they are unscaled
+    versions: int = 0  # of the gradients when they were judged: tells whether somebody changed them since
+    clipped: bool = False
+    stepped: bool = False  # with the gradients at hand
+    awaits_update: bool = False  # it stepped, and update() has not been called since
+
+
+class StepEngine:
+    """Carries out optimizer steps under one loss scale and refuses the bad ones.
+
+    patience: after so many bad steps in a row `step` raises DivergedError.
+    A bad step changes neither weights nor optimizer states. The verdict is read to the host once per step.
+    """
+
+    def __init__(self, scaling: Scaling, patience: int = 50) -> None:
+        if patience < 1:
+            raise ConfigError(f"a patience of {patience} steps", "Use 1 or more.")
+        self.scaling = scaling
+        self.patience = patience
+        self.bad_steps = 0  # in a row
+        self._made_under: float | None = None  # the scale of the gradients at hand; None before the first loss
+        self._loss: Tensor | None = None
+        self._loss_spent = False  # the loss belongs to a step that was taken; the next scale() starts a new sum
+        self._unheard: list[Verdict] = []  # verdicts that have not moved the scale yet
+        self._records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
+        self._names: dict[int, str] = {}
+
+    def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Names to call parameters by when their gradients are bad, as `module.named_parameters()` gives them."""
+        self._names.update({id(p): name for name, p in named})
+
+    def know(self, optimizer: Optimizer) -> None:
+        """Make an optimizer known before its first step, so that `clip` can tell whose gradients it is given."""
+        self._record(optimizer)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, in fp32 at least; the same tensor when there is no scaling."""
+        if self._made_under is None or (self._made_under != self.scaling.scale and not self._in_flight()):
+            self._made_under = self.scaling.scale
+        if self._loss_spent:
+            self._loss, self._loss_spent = None, False
+        for record in self._records.values():
+            if record.stepped:
+                record.verdict, record.clipped, record.stepped = None, False, False
+        if loss.numel() == 1:
+            seen = loss.detach().float().reshape(())
+            self._loss = seen if self._loss is None else self._loss + seen.to(self._loss.device)
+        if not self.scaling.active:
+            return loss
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        return wide * self._made_under
+
+    def unscale(self, optimizer: Optimizer) -> Verdict | None:
+        """Judge the gradients of `optimizer` and, when they are fit, divide them by the loss scale in place.
+
+        Returns None when it has no gradients. Raises StepOrderError when they were unscaled already.
+        """
+        record = self._record(optimizer)
+        if self.scaling.active and record.verdict is not None and not record.stepped:
+            raise StepOrderError(
+                "unscale_() was already called on this optimizer since its last step, and twice would divide its gradients by the scale twice",
+                "Call it once per step, before clipping.",
+            )
+        return self._unscale(optimizer, record) if _gradients(optimizer) else None
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of `parameters` to `max_norm`, unscaling those of known optimizers that hold them first.
+
+        Returns their norm before clipping, a scalar tensor, inf or NaN when a gradient is bad (nothing is changed then).
+        """
+        chosen = {id(p): p for p in parameters}
+        owners = [o for o in self._records if any(id(p) in chosen for p in _parameters(o))]
+        for owner in owners:
+            record = self._records[owner]
+            if record.verdict is None and not record.stepped and _gradients(owner):
+                self._unscale(owner, record)
+        grads = [p.grad for p in chosen.values() if p.grad is not None]
+        if not grads:
+            return torch.zeros(())
+        verdicts = [v for o in owners if (v := self._records[o].verdict)]
+        bad = next((v for v in verdicts if not v.fit), None)
+        if bad is not None:
+            return torch.tensor(bad.norm)
+        if norm_type == 2.0:
+            covers_one = len(verdicts) == 1 and len(grads) == len(_gradients(owners[0]))
+            total = torch.tensor(verdicts[0].norm) if covers_one else numerics.norm([numerics.stored(g) for g in grads], grads[0].device)
+            factor = numerics.clip_factor(float(total), max_norm)
+            numerics.multiply_(grads, factor)
+        else:
+            total = torch.nn.utils.clip_grad_norm_(list(chosen.values()), max_norm, norm_type)
+            factor = numerics.clip_factor(float(total), max_norm)
+        for owner in owners:
+            record = self._records[owner]
+            record.clipped = record.clipped or factor < 1.0
+            record.versions = _versions(owner)
+        return total
+
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """Update the weights if the gradients and the loss are fit, and say what happened.
+
+        Raises StepOrderError when the order of calls makes the gradients wrong, DivergedError after `patience` bad
+        steps in a row.
+        """
+        record = self._record(optimizer)
+        if self.scaling.active and record.awaits_update:
+            raise StepOrderError(
+                "step() was called twice on one optimizer without update() between", "Call update() once per iteration, after step()."
+            )
+        if self.scaling.active and record.stepped:
+            raise StepOrderError("step() was called twice for one backward pass", "Call scale(loss).backward() before each step().")
+        if not _gradients(optimizer):
+            return self._result(record, "no-gradients")
+        if self.scaling.active and self._made_under is None:
+            raise StepOrderError(
+                "no loss was scaled before step(), so its gradients cannot be unscaled", "Call scale(loss).backward() instead of loss.backward()."
+            )
+        verdict = self._judged_again(optimizer, record, record.verdict) if record.verdict else self._unscale(optimizer, record)
+        if verdict.fit:
+            optimizer.step()
+        result = self._result(record, "applied" if verdict.fit else "overflow" if verdict.loss_finite else "nonfinite-loss")
+        self._loss_spent = True
+        if self.scaling.active:
+            record.stepped, record.awaits_update = True, True
+            self._unheard.append(verdict)
+        else:
+            record.verdict, record.clipped = None, False
+        self._count(result)
+        return result
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Let the scale follow the steps since the last update, or set it. Gradients already made keep their own scale.
+
+        After a non-finite loss the scale stays: a bad forward pass is not the scale's fault.
+        """
+        for record in self._records.values():
+            record.awaits_update = False
+        verdicts, self._unheard = self._unheard, []
+        if new_scale is not None:
+            self.scaling.scale = new_scale
+        elif verdicts and all(v.loss_finite for v in verdicts):
+            self.scaling.update(overflow=any(not v.fit for v in verdicts))
+
+    def _record(self, optimizer: Optimizer) -> _Record:
+        return self._records.setdefault(optimizer, _Record())
+
+    def _in_flight(self) -> bool:
+        """Whether a known optimizer still holds gradients that it has not stepped with: they keep their scale."""
+        return any(not r.stepped and _gradients(o) for o, r in self._records.items())
+
+    def _unscale(self, optimizer: Optimizer, record: _Record) -> Verdict:
+        """Judge and unscale gradients, of which there is at least one."""
+        grads = _gradients(optimizer)
+        scale = self._made_under if self.scaling.active and self._made_under is not None else 1.0
+        verdict = judge(grads, scale, self._loss, lambda i: self._name(optimizer, i))
+        if verdict.fit:
+            numerics.multiply_(grads, 1.0 / scale)
+        record.verdict, record.versions, record.clipped = verdict, _versions(optimizer), False
+        return verdict
+
+    def _judged_again(self, optimizer: Optimizer, record: _Record, verdict: Verdict) -> Verdict:
+        """The verdict on unscaled gradients, measured once more if somebody (a clip of the user's) changed them since."""
+        if not verdict.fit or _versions(optimizer) == record.versions:
+            return verdict
+        now = judge(_gradients(optimizer), 1.0, self._loss, lambda i: self._name(optimizer, i))
+        record.clipped = record.clipped or now.norm < verdict.norm
+        record.verdict = Verdict(now.fit, verdict.norm, now.loss_finite, now.culprits)
+        return record.verdict
+
+    def _result(self, record: _Record, reason: Reason) -> StepResult:
+        scale = self._made_under if self.scaling.active and self._made_under is not None else self.scaling.scale
+        verdict = record.verdict
+        moves = verdict is not None and verdict.loss_finite
+        following = self.scaling.after(overflow=not verdict.fit) if verdict and moves else self.scaling.scale
+        return StepResult(
+            applied=reason == "applied",
+            reason=reason,
+            grad_norm=verdict.norm if verdict else None,
+            clipped=record.clipped,
+            scale=scale,
+            next_scale=following,
+            culprits=verdict.culprits if verdict else (),
+            loss_tensor=self._loss,
+        )
+
+    def _count(self, result: StepResult) -> None:
+        if result.applied:
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        if self.bad_steps >= self.patience:
+            blamed = ", ".join(str(c) for c in result.culprits) or "unknown"
+            raise DivergedError(
+                f"{self.bad_steps} steps in a row could not be applied ({result.reason}, loss scale {result.scale:g}); not finite: {blamed}. "
+                "The weights are those of the last good step",
+                "Look at the data of this batch and at the first operation that gives inf or NaN in fp32; then try a "
+                f"smaller learning rate, or bf16 if the run was fp16. "
+                f"The patience of {self.patience} steps is the argument patience= (max_bad_steps= in TrainingArguments).",
+            )
+
+    def _name(self, optimizer: Optimizer, index: int) -> str:
+        places = [(g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]) if p.grad is not None]
+        g, i, p = places[index]
+        given = optimizer.param_groups[g].get("param_names")
+        return self._names.get(id(p)) or (given[i] if given else f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}")
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for p in _parameters(optimizer) if p.grad is not None]
+
+
+def _versions(optimizer: Optimizer) -> int:
+    return sum(g._version for g in _gradients(optimizer))
