@@ -1,3 +1,55 @@
-"""halfstep: mixed-precision training for PyTorch with a step that tells the truth."""
+"""halfstep: mixed-precision training for PyTorch with a step that tells the truth.
+
+The public names; each is imported when it is first used, so `import halfstep` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfstep import amp as amp
+    from halfstep import errors as errors
+    from halfstep.accelerator import Accelerator as Accelerator
+    from halfstep.hardware import doctor as doctor
+    from halfstep.policy import Policy as Policy
+    from halfstep.step import StepResult as StepResult
+    from halfstep.trainer import EvalPrediction as EvalPrediction
+    from halfstep.trainer import Trainer as Trainer
+    from halfstep.trainer import TrainerCallback as TrainerCallback
+    from halfstep.trainer import TrainerControl as TrainerControl
+    from halfstep.trainer import TrainerState as TrainerState
+    from halfstep.trainer import TrainingArguments as TrainingArguments
 
 __version__ = "0.1.0"
+
+_WHERE = {
+    "Accelerator": "halfstep.accelerator",
+    "EvalPrediction": "halfstep.trainer",
+    "Policy": "halfstep.policy",
+    "StepResult": "halfstep.step",
+    "Trainer": "halfstep.trainer",
+    "TrainerCallback": "halfstep.trainer",
+    "TrainerControl": "halfstep.trainer",
+    "TrainerState": "halfstep.trainer",
+    "TrainingArguments": "halfstep.trainer",
+    "amp": "",
+    "doctor": "halfstep.hardware",
+    "errors": "",
+}
+
+__all__ = [*_WHERE, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+    home = _WHERE[name]
+    value = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"halfstep.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from halfstep.amp.emulation import Emulation
+from halfstep.amp.emulation import Emulation, is_active
 from halfstep.errors import ConfigError
 from halfstep.hardware import default_device, probe
 from halfstep.policy import Policy
@@ -54,7 +54,7 @@ class autocast:  # noqa: N801  the name of torch's
     def __enter__(self) -> autocast:
         stack = ExitStack()
         stack.enter_context(torch.autocast(self.device_type, self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled))
-        if self._emulated:
+        if self._emulated and not is_active():
             stack.enter_context(Emulation())
         self._open.append(stack)
         return self

@@ -18,9 +18,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 Route = Callable[..., Any]
+
+
+def _exact() -> torch.autocast:
+    """The block in which a product of fp32 tensors stays in fp32 although autocast is on outside."""
+    return torch.autocast("cpu", enabled=False)
 
 
 class _Matmul(torch.autograd.Function):
@@ -32,14 +37,16 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return torch.matmul(a.float(), b.float()).to(a.dtype)
+        with _exact():
+            return torch.matmul(a.float(), b.float()).to(a.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         wide = grad.float()
-        grad_a = _fit(torch.matmul(wide, b.float().mT), a) if ctx.needs_input_grad[0] else None
-        grad_b = _weight_grad(wide, a, b) if ctx.needs_input_grad[1] else None
+        with _exact():
+            grad_a = _fit(torch.matmul(wide, b.float().mT), a) if ctx.needs_input_grad[0] else None
+            grad_b = _weight_grad(wide, a, b) if ctx.needs_input_grad[1] else None
         return grad_a, grad_b
 
 
@@ -94,7 +101,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float(), bias.float()).to(x.dtype)
+        with _exact():
+            return F.linear(x.float(), weight.float(), bias.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -102,11 +110,12 @@ class _Linear(torch.autograd.Function):
         wide = grad.float()
         need_x, need_w, need_b = ctx.needs_input_grad
         flat = wide.reshape(-1, wide.shape[-1])
-        return (
-            torch.matmul(wide, weight.float()).to(x.dtype) if need_x else None,
-            torch.matmul(flat.mT, x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if need_w else None,
-            flat.sum(0).to(weight.dtype) if need_b else None,
-        )
+        with _exact():
+            return (
+                torch.matmul(wide, weight.float()).to(x.dtype) if need_x else None,
+                torch.matmul(flat.mT, x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if need_w else None,
+                flat.sum(0).to(weight.dtype) if need_b else None,
+            )
 
 
 def _rounded(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +127,7 @@ def _rounded(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
     def up(value: Any) -> Any:
         return value.to(dtype).float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    with torch.autocast("cpu", enabled=False):
+    with _exact():
         result = func(*(up(a) for a in args), **{k: up(v) for k, v in kwargs.items()})
     return result.to(dtype) if isinstance(result, Tensor) else result
 
@@ -127,7 +136,7 @@ def _einsum(dtype: torch.dtype, func: Route, equation: Any, *operands: Any) -> A
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not _eligible(*tensors):
         return func(equation, *operands)
-    with torch.autocast("cpu", enabled=False):
+    with _exact():
         return func(equation, *(t.to(dtype).float() for t in tensors)).to(dtype)
 
 
@@ -156,6 +165,11 @@ ROUTES: Mapping[Any, Route] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _rounded),
     F.scaled_dot_product_attention: _rounded,
 }
+
+
+def is_active() -> bool:
+    """Whether an `Emulation` block is open in this thread; a second one inside it would only repeat its work."""
+    return any(isinstance(mode, Emulation) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 class Emulation(TorchFunctionMode):

@@ -34,7 +34,7 @@ def processes() -> int:
 def probe(device: str | torch.device | None = None) -> Capabilities:
     """Facts about `device` (default: the one that would be trained on). Asked once per device, then remembered."""
     chosen = default_device() if device is None else torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None and torch.cuda.is_available():
+    if str(chosen) == "cuda" and torch.cuda.is_available():
         chosen = torch.device("cuda", torch.cuda.current_device())
     return _probe(str(chosen))
 

@@ -1,0 +1,244 @@
+"""The second door: keep your loop, hand over device, precision and accumulation."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from halfstep import checkpoint
+from halfstep.accelerator.facts import model_facts, refuse_state
+from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer, PreparedScheduler
+from halfstep.amp import GradScaler, backward_context, bind, bound_policy, forward_context
+from halfstep.errors import ConfigError, suggest
+from halfstep.hardware import default_device, probe, processes
+from halfstep.policy import Policy, Resolution, from_flags, resolve
+from halfstep.step import StepResult
+
+logger = logging.getLogger("halfstep")
+
+
+class Accelerator:
+    """Device, precision, loss scaling, accumulation and checkpoints for a loop of your own.
+
+    mixed_precision: "no", "fp16" or "bf16"; fp16 on a CPU is fp16.
+    precision: halfstep's own text (`fp16-mixed,scale=static:1024,fp32=lm_head`) or a `Policy`, instead of mixed_precision.
+    cpu: train on the CPU although there is a GPU.
+    gradient_accumulation_steps: micro-batches per optimizer step, for `accumulate` and for the division in `backward`.
+    patience: bad steps in a row before `DivergedError`.
+
+    Weights, gradients and AdamW's states take 16 bytes per parameter under every policy here (fp32 masters).
+    Raises ConfigError for settings that contradict each other, PolicyError (here or in `prepare`) for a precision that
+    cannot work with the device or the model.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        *,
+        precision: str | Policy | None = None,
+        cpu: bool = False,
+        gradient_accumulation_steps: int = 1,
+        patience: int = 50,
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            raise ConfigError(
+                f"Accelerator has no argument {name!r}",
+                suggest(name, ("mixed_precision", "precision", "cpu", "gradient_accumulation_steps", "patience")),
+            )
+        if processes() > 1:
+            raise ConfigError(
+                f"the launcher started {processes()} processes, and this version of halfstep trains in one: each would train alone",
+                "Start one process.",
+            )
+        if gradient_accumulation_steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps}", "Use 1 or more.")
+        self.device = default_device(cpu)
+        self.resolution: Resolution = resolve(from_flags(precision=precision, mixed_precision=mixed_precision), probe(self.device))
+        self.policy = self.resolution.policy
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience)
+        self.sync_gradients = True
+        self.last_step: StepResult | None = None
+        self._micro_batches = 0
+        self._models: list[nn.Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._loaders: list[PreparedLoader] = []
+        self._registered: list[Any] = []
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "fp16" or "bf16"."""
+        return self.policy.autocast if self.policy.is_mixed else "no"
+
+    is_main_process = True
+    is_local_main_process = True
+    num_processes = 1
+    process_index = 0
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was refused."""
+        return self.last_step is not None and self.last_step.reason not in ("applied", "accumulating", "no-gradients")
+
+    def prepare(self, *objects: Any) -> Any:
+        """Ready models, optimizers, data loaders and schedulers, in any order; returns them in the same order.
+
+        A model moves to the device and its forward pass runs under the policy from now on, wherever it is called. An
+        optimizer and a scheduler follow the truth of each step. Raises PolicyError when the model cannot be trained
+        under the policy, ConfigError for an object of another kind.
+        """
+        ready: dict[int, Any] = {}
+        kinds: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
+            (nn.Module, self._prepare_model),
+            (Optimizer, self._prepare_optimizer),
+            (DataLoader, self._prepare_loader),
+            (LRScheduler, self._prepare_scheduler),
+        )
+        for kind, make in kinds:
+            for item in objects:
+                if isinstance(item, kind) and id(item) not in ready:
+                    ready[id(item)] = make(item)
+        for item in objects:
+            if isinstance(item, PreparedLoader | PreparedScheduler):
+                ready[id(item)] = item
+            if id(item) not in ready:
+                raise ConfigError(
+                    f"prepare() was given a {type(item).__name__}", "Give it modules, torch optimizers, DataLoaders and learning rate schedulers."
+                )
+        result = tuple(ready[id(item)] for item in objects)
+        return result[0] if len(result) == 1 else result
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        already = bound_policy(model)
+        if already is not None and already != self.policy:
+            raise ConfigError(
+                f"this model is already prepared under {already}, and the accelerator has {self.policy}", "Prepare a copy, or use one accelerator."
+            )
+        self.resolution = resolve(self.policy, self.resolution.device, model_facts(model))
+        model.to(self.device)
+        if already is None:
+            bind(model, self.policy, self.device)
+            logger.info("%s", self.resolution)
+        self.scaler.name_parameters(model.named_parameters())
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        for known in self._optimizers:
+            if known.optimizer is optimizer:
+                return known
+        self.scaler.watch(optimizer)
+        self._optimizers.append(PreparedOptimizer(optimizer, self))
+        return self._optimizers[-1]
+
+    def _prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        for optimizer in self._optimizers:
+            if scheduler.optimizer in (optimizer, optimizer.optimizer):
+                self._schedulers.append(PreparedScheduler(scheduler, optimizer))
+                return self._schedulers[-1]
+        raise ConfigError(
+            "this scheduler's optimizer is not prepared, so nobody could tell it about skipped steps", "Prepare the optimizer first or together."
+        )
+
+    def _prepare_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
+        self._loaders.append(PreparedLoader(loader, self.device))
+        return self._loaders[-1]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The block in which prepared models run; for a loss that should run in 16 bits too."""
+        return forward_context(self.policy, self.device)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Divide `loss` by gradient_accumulation_steps, scale it as the policy says, and run the backward pass."""
+        part = loss / self.gradient_accumulation_steps if self.gradient_accumulation_steps > 1 else loss
+        with backward_context(self.policy, self.device):
+            self.scaler.scale(part).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch of a window: `optimizer.step()` and `zero_grad()` act only in the last one.
+
+        The last of a window is every gradient_accumulation_steps-th, and the last batch of a prepared loader.
+        """
+        self._micro_batches += 1
+        at_end = any(loader.at_end for loader in self._loaders)
+        self.sync_gradients = at_end or self._micro_batches % self.gradient_accumulation_steps == 0
+        if at_end:
+            self._micro_batches = 0
+        yield
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Clip unscaled gradients to `max_norm` and return their norm before that; None, and nothing, inside a window."""
+        return self.scaler.clip_grad_norm_(parameters, max_norm, norm_type) if self.sync_gradients else None
+
+    def take_step(self, optimizer: Optimizer) -> StepResult:
+        """Step `optimizer` (one that was prepared) or not, and let the loss scale follow. `PreparedOptimizer.step` calls it."""
+        if not self.sync_gradients:
+            scale = self.scaler.get_scale()
+            self.last_step = StepResult(False, "accumulating", scale=scale, next_scale=scale)
+            return self.last_step
+        self.last_step = self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.last_step
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The user's own module: what a compiled one was made from, else the module itself."""
+        inner = getattr(model, "_orig_mod", model)
+        return inner if isinstance(inner, nn.Module) else model
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, once and not once per process."""
+        print(*args, **kwargs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Keep objects with `state_dict` and `load_state_dict` in the checkpoints too."""
+        for item in objects:
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise ConfigError(f"a {type(item).__name__} has no state_dict and load_state_dict", "Give it both.")
+            self._registered.append(item)
+
+    def _parts(self) -> dict[str, Any]:
+        """Everything with a state, by the name of its part in a checkpoint."""
+        kinds = (
+            ("model", [self.unwrap_model(m) for m in self._models]),
+            ("optimizer", self._optimizers),
+            ("scheduler", self._schedulers),
+            ("custom", self._registered),
+        )
+        return {name if i == 0 else f"{name}_{i}": item for name, items in kinds for i, item in enumerate(items)}
+
+    def save_state(self, output_dir: str | Path) -> Path:
+        """Write models, optimizers, schedulers, loss scale, random states and registered objects; atomic. Returns the folder."""
+        parts = {name: item.state_dict() for name, item in self._parts().items()}
+        parts |= {"scaler": self.scaler.state_dict(), "random": checkpoint.capture(), "accelerator": {"micro_batches": self._micro_batches}}
+        versions = dict(self.resolution.device.versions)
+        return checkpoint.save(output_dir, parts, {"policy": str(self.policy), "versions": versions})
+
+    def load_state(self, input_dir: str | Path) -> None:
+        """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.
+
+        Raises CheckpointError when it is truncated, made under another policy, or for other models.
+        """
+        loaded = checkpoint.load(input_dir)
+        parts = self._parts()
+        refuse_state(loaded, parts, self.policy)
+        for name, item in parts.items():
+            item.load_state_dict(loaded.parts[name])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(loaded.parts["scaler"])
+        self._micro_batches = operator.index(loaded.parts["accelerator"]["micro_batches"])
+        checkpoint.restore(loaded.parts["random"])

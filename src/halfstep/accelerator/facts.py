@@ -1,0 +1,62 @@
+"""What the accelerator must know of a model before it trains it, and of a checkpoint before it loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.checkpoint import Loaded
+from halfstep.errors import CheckpointError
+from halfstep.policy import ModelFacts, Policy
+
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """The trainable parameters of `model` with their formats."""
+    return ModelFacts(tuple((name, FORMATS.get(p.dtype, "other")) for name, p in model.named_parameters() if p.requires_grad))
+
+
+def refuse_state(loaded: Loaded, parts: Mapping[str, Any], policy: Policy) -> None:
+    """Raise CheckpointError, naming the first difference, unless the checkpoint fits these models, optimizers and policy."""
+    where = f"checkpoint {loaded.folder}"
+    saved = loaded.about.get("policy")
+    if saved != str(policy):
+        raise CheckpointError(
+            f"{where} was made under precision {saved}, and this run has {policy}",
+            "Resume with the same precision; to change it, start a new run from the weights in model.safetensors.",
+        )
+    own = {"scaler", "random", "accelerator"}
+    if set(parts) != set(loaded.parts) - own:
+        raise CheckpointError(
+            f"{where} holds {', '.join(sorted(set(loaded.parts) - own))}, and this run has {', '.join(sorted(parts)) or 'nothing prepared'}",
+            "Prepare and register the same kinds of object, in the same order, before loading.",
+        )
+    for name, item in parts.items():
+        if isinstance(item, nn.Module):
+            _refuse_model(where, item, loaded.parts[name])
+        elif hasattr(item, "param_groups"):
+            saved_sizes = [len(g["params"]) for g in loaded.parts[name]["param_groups"]]
+            sizes = [len(g["params"]) for g in item.param_groups]
+            if saved_sizes != sizes:
+                raise CheckpointError(
+                    f"{where} has an optimizer with groups of {saved_sizes} parameters, and this run's has {sizes}",
+                    "Build the optimizer as the run that saved it did.",
+                )
+
+
+def _refuse_model(where: str, model: nn.Module, state: Mapping[str, Any]) -> None:
+    mine = model.state_dict()
+    for key in [*mine, *state]:
+        if key not in state or key not in mine:
+            whose = "the checkpoint lacks" if key in mine else "the model lacks"
+            raise CheckpointError(f"{where} is of another model: {whose} {key!r}", "Build the model as the run that saved it did.")
+        ours, theirs = mine[key], state[key]
+        if isinstance(ours, torch.Tensor) and (ours.shape != theirs.shape or ours.dtype != theirs.dtype):
+            raise CheckpointError(
+                f"{where} is of another model: {key!r} is {theirs.dtype} {tuple(theirs.shape)} there and {ours.dtype} {tuple(ours.shape)} here",
+                "Build the model as the run that saved it did.",
+            )

@@ -1,0 +1,182 @@
+"""What `Accelerator.prepare` returns for an optimizer, a scheduler and a data loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.step import StepResult
+
+
+class Stepper(Protocol):
+    """What a prepared optimizer needs of its accelerator."""
+
+    sync_gradients: bool
+
+    def take_step(self, optimizer: Optimizer) -> StepResult:
+        """Carry out one optimizer step or refuse it, and say which."""
+
+
+class PreparedOptimizer(Optimizer):
+    """An optimizer whose `step` tells the truth; everything else is that of the optimizer it was made from.
+
+    `step()` returns a `StepResult`. Inside an accumulation window it does nothing (reason "accumulating"), and
+    `zero_grad` then keeps the gradients. `applied` counts the steps that moved the weights.
+    """
+
+    def __init__(self, optimizer: Optimizer, stepper: Stepper) -> None:
+        # Optimizer.__init__ is not called on purpose: groups and state are those of `optimizer`
+        self.optimizer = optimizer
+        self.stepper = stepper
+        self.applied = 0
+        self.last_step: StepResult | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the optimizer inside."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def step(self, closure: Any = None) -> StepResult:  # type: ignore[override]  # torch returns the closure's loss
+        """Update the weights if this is the end of a window and the gradients are fit; says which."""
+        if closure is not None:
+            raise ConfigError(
+                "a prepared optimizer was given a closure, whose gradients could not be checked", "Call accelerator.backward, then step()."
+            )
+        self.last_step = self.stepper.take_step(self.optimizer)
+        self.applied += self.last_step.applied
+        return self.last_step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; nothing inside an accumulation window."""
+        if self.stepper.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As on the optimizer inside."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As on the optimizer inside."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As on the optimizer inside."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class PreparedScheduler:
+    """A learning rate scheduler that advances only when its optimizer has moved the weights since the last call.
+
+    So a skipped step, or a micro-batch inside a window, does not use up the schedule; a call per epoch works as ever.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: PreparedOptimizer) -> None:
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self._seen = optimizer.applied
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule if the weights moved since the last call; else hold still."""
+        if self.optimizer.applied == self._seen:
+            return
+        self._seen = self.optimizer.applied
+        self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+class PreparedLoader:
+    """A data loader whose batches arrive on the device. Knows one batch ahead whether it is the last one."""
+
+    def __init__(self, loader: Iterable[Any], device: torch.device) -> None:
+        self.loader = loader
+        self.device = device
+        self.at_end = False  # the batch at hand is the last of this pass
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at_end = False
+        batches = iter(self.loader)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            raise DataError("the data loader yields nothing", _why_empty(self.loader)) from None
+        for following in batches:
+            yield to_device(batch, self.device)
+            batch = following
+        self.at_end = True
+        try:
+            yield to_device(batch, self.device)
+        finally:
+            self.at_end = False
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # as the loader inside: an iterable one raises TypeError
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def _why_empty(loader: Any) -> str:
+    size, batch = getattr(loader, "batch_size", None), None
+    try:
+        batch = len(loader.dataset)
+    except (AttributeError, TypeError):
+        return "Check the iterable it reads from: a generator is spent after one pass."
+    if batch and getattr(loader, "drop_last", False):
+        return f"Its dataset has {batch} samples, fewer than one batch of {size}, and drop_last=True: use a smaller batch."
+    return f"Its dataset has {batch} samples: check the path and the filters."
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in it on `device`. Containers keep their type; objects with a `.to` of their own are asked."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(v, device) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(v, device) for v in value)
+    if hasattr(value, "to") and callable(value.to):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {k: to_device(v, device) for k, v in value.items()}
+    return value

@@ -1,0 +1,12 @@
+"""Checkpoints: safetensors and JSON, atomic, verified, without pickle."""
+
+from halfstep.checkpoint.randomness import capture as capture
+from halfstep.checkpoint.randomness import restore as restore
+from halfstep.checkpoint.randomness import seed_everything as seed_everything
+from halfstep.checkpoint.schema import Manifest as Manifest
+from halfstep.checkpoint.store import Loaded as Loaded
+from halfstep.checkpoint.store import checkpoints as checkpoints
+from halfstep.checkpoint.store import latest as latest
+from halfstep.checkpoint.store import load as load
+from halfstep.checkpoint.store import read_manifest as read_manifest
+from halfstep.checkpoint.store import save as save

@@ -1,0 +1,51 @@
+"""What a checkpoint folder holds: parts of safetensors and JSON, and a manifest that names, sizes and seals them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from halfstep.errors import CheckpointError
+
+FORMAT = "halfstep-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint: size in bytes and SHA-256 of its content."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The last file to be written and the first to be read.
+
+    files: every other file; parts: names of the parts, each PART.json (structure) and PART.safetensors (tensors).
+    about: what the writer wants known before anything is loaded (policy, step, versions).
+    """
+
+    files: dict[str, File]
+    parts: tuple[str, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+    format: str = FORMAT
+    version: int = VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def manifest_from(data: Any, where: str) -> Manifest:
+    """Read a manifest. Raises CheckpointError when it is not one of ours or of a version not known here."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise CheckpointError(f"{where} is not a halfstep checkpoint", f"Name a folder that holds a {MANIFEST} written by halfstep.")
+    if data.get("version") != VERSION:
+        raise CheckpointError(
+            f"{where} has checkpoint version {data.get('version')}, and this halfstep reads version {VERSION}", "Use the halfstep that wrote it."
+        )
+    files = {name: File(**facts) for name, facts in data["files"].items()}
+    return Manifest(files, tuple(data["parts"]), data["about"])

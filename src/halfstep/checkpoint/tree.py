@@ -1,0 +1,87 @@
+"""Nested Python values to JSON and tensors, and back, bit for bit. Nothing is pickled and nothing is executed on reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.errors import CheckpointError
+
+MARKS = ("$tensor", "$tuple", "$items", "$dtype", "$array")
+
+
+def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """`value` as JSON-able data, in which tensors are references, and the tensors by name.
+
+    A tensor's name is its path (`state.0.exp_avg`). A tensor met twice (tied weights) is stored once. Takes dicts, lists,
+    tuples, numbers, strings, None, tensors, torch dtypes and numpy arrays; raises CheckpointError naming the path of
+    anything else.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+
+    def tensor(item: Tensor, path: str) -> dict[str, str]:
+        item = item.detach()
+        where = item.untyped_storage().data_ptr()
+        same = (where, item.storage_offset(), tuple(item.shape), item.stride(), item.dtype)
+        if where and same in seen:
+            return {"$tensor": seen[same]}
+        kept = item.cpu().contiguous()
+        if where in storages and kept.untyped_storage().data_ptr() == where:
+            kept = kept.clone()  # another view of memory already written
+        storages.add(where)
+        seen[same] = path
+        tensors[path] = kept
+        return {"$tensor": path}
+
+    def walk(item: Any, path: str) -> Any:
+        if item is None or isinstance(item, bool | str):
+            return item
+        if isinstance(item, np.generic):
+            return walk(item.item(), path)
+        if isinstance(item, int | float):
+            return item
+        if isinstance(item, Tensor):
+            return tensor(item, path)
+        if isinstance(item, torch.dtype):
+            return {"$dtype": str(item).removeprefix("torch.")}
+        if isinstance(item, np.ndarray):
+            return {"$array": item.tolist(), "dtype": str(item.dtype)}
+        if isinstance(item, tuple):
+            return {"$tuple": [walk(v, f"{path}.{i}") for i, v in enumerate(item)]}
+        if isinstance(item, list):
+            return [walk(v, f"{path}.{i}") for i, v in enumerate(item)]
+        if isinstance(item, Mapping):
+            plain = all(isinstance(k, str) and k not in MARKS for k in item)
+            pairs = [(k, walk(v, f"{path}.{k}".lstrip("."))) for k, v in item.items()]
+            return dict(pairs) if plain else {"$items": [[walk(k, path), v] for k, v in pairs]}
+        raise CheckpointError(
+            f"{path or 'the value'} is a {type(item).__name__}, which a checkpoint cannot hold without pickling",
+            "Keep it out of the state, or turn it into numbers, text, lists, dicts or tensors.",
+        )
+
+    return walk(value, ""), tensors
+
+
+def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `encode` was given; tensors are on the CPU."""
+    if isinstance(data, list):
+        return [decode(v, tensors) for v in data]
+    if not isinstance(data, dict):
+        return data
+    if "$tensor" in data:
+        return tensors[data["$tensor"]]
+    if "$tuple" in data:
+        return tuple(decode(v, tensors) for v in data["$tuple"])
+    if "$items" in data:
+        return {decode(k, tensors): decode(v, tensors) for k, v in data["$items"]}
+    if "$dtype" in data:
+        return getattr(torch, data["$dtype"])
+    if "$array" in data:
+        return np.array(data["$array"], dtype=data["dtype"])
+    return {k: decode(v, tensors) for k, v in data.items()}

@@ -1,0 +1,131 @@
+"""Batches for the trainer: an order that is a function of (seed, epoch) and can be entered anywhere, and collation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from halfstep.errors import DataError, suggest
+
+LABELS = ("labels", "label", "label_ids")
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class EpochBatches(Sampler[list[int]]):
+    """Lists of sample numbers, batch by batch. The order depends on (seed, epoch) only; `start` batches are left out.
+
+    So a run that stops in the middle of an epoch goes on with the very next batch, without reading the ones before.
+    """
+
+    def __init__(self, samples: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self.samples, self.batch_size, self.shuffle, self.seed, self.drop_last = samples, batch_size, shuffle, seed, drop_last
+        self.epoch = 0
+        self.start = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.shuffle:
+            order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        else:
+            order = list(range(self.samples))
+        for b in range(self.start, len(self)):
+            yield order[b * self.batch_size : (b + 1) * self.batch_size]
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.samples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+
+def make_loader(dataset: Any, collate: Collator, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool, workers: int) -> DataLoader[Any]:
+    """A DataLoader over a map-style dataset (with an `EpochBatches` sampler) or an iterable one.
+
+    It has a random generator of its own, so that starting it leaves torch's random state alone.
+    """
+    own = torch.Generator().manual_seed(seed)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, num_workers=workers, generator=own)
+    if len(dataset) == 0:
+        raise DataError("the dataset has no samples", "Check the path and the filters.")
+    batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if len(batches) == 0:
+        raise DataError(
+            f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size}, and dataloader_drop_last=True leaves that out",
+            "Use a smaller batch, or dataloader_drop_last=False.",
+        )
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, generator=own)
+
+
+def from_batch(loader: Any, epoch: int, start: int) -> Iterator[Any]:
+    """The batches of pass `epoch` over `loader` from number `start` on. One of ours skips without reading, another's is read past."""
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, EpochBatches):
+        batches.epoch, batches.start = epoch, start
+        return iter(loader)
+    if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
+        loader.sampler.set_epoch(epoch)
+    iterator: Iterator[Any] = iter(loader)
+    for _ in range(start):
+        next(iterator, None)
+    return iterator
+
+
+def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
+    """Stack samples that are mappings of numbers, lists, arrays or tensors; `label` and `label_ids` become `labels`.
+
+    Columns of text are left out. Raises DataError for samples that are not mappings, or whose lengths differ.
+    """
+    first = features[0]
+    if not isinstance(first, Mapping):
+        raise DataError(
+            f"the dataset gives samples of type {type(first).__name__}, and the model needs named inputs",
+            "Let it give dicts such as {'input_ids': ..., 'labels': ...}, or pass a data_collator that makes one of a list of samples.",
+        )
+    batch: dict[str, Tensor] = {}
+    for key, value in first.items():
+        if isinstance(value, str) or value is None or (isinstance(value, list) and value and isinstance(value[0], str)):
+            continue
+        name = "labels" if key in LABELS else key
+        try:
+            batch[name] = torch.stack([_tensor(f[key]) for f in features])
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise DataError(
+                f"the column {key!r} cannot be stacked into one tensor: {error}",
+                "Pad the samples to one length, or pass a data_collator that does (for example transformers.DataCollatorWithPadding).",
+            ) from error
+    return batch
+
+
+def _tensor(value: Any) -> Tensor:
+    """A tensor of a sample's value; Python floats and float arrays as fp32."""
+    if isinstance(value, Tensor):
+        return value
+    made = torch.as_tensor(np.asarray(value))
+    return made.float() if made.dtype == torch.float64 else made
+
+
+class ColumnFilter:
+    """A collator that drops the columns a model's forward does not take, then hands on to another collator."""
+
+    def __init__(self, collate: Collator, model: nn.Module, labels: Sequence[str]) -> None:
+        self.collate = collate
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.allowed = {p.name for p in parameters} | {*labels, *LABELS}
+
+    def __call__(self, features: list[Any]) -> Mapping[str, Any]:
+        """Drop and collate."""
+        if self.takes_all or not isinstance(features[0], Mapping):
+            return self.collate(features)
+        kept = [{k: v for k, v in f.items() if k in self.allowed} for f in features]
+        if not set(kept[0]) - set(LABELS):
+            column = next(iter(features[0]), "")
+            raise DataError(
+                f"the columns {', '.join(features[0])} are not inputs of the model's forward ({', '.join(sorted(self.allowed - set(LABELS)))})",
+                f"Rename them, or pass remove_unused_columns=False. {suggest(str(column), self.allowed)}",
+            )
+        return self.collate(kept)

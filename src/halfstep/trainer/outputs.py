@@ -1,0 +1,129 @@
+"""Reading what a model returns: its loss, its predictions; and what a metric function is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError, DataError
+
+LossFunction = Callable[..., Tensor]
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class PredictionOutput(NamedTuple):
+    """What `Trainer.predict` returns: arrays in fp32, and metrics."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EvalPrediction:
+    """What `compute_metrics` is given: numpy arrays, 16-bit predictions as fp32. Unpacks into (predictions, label_ids)."""
+
+    predictions: Any
+    label_ids: Any
+
+    def __iter__(self) -> Any:
+        return iter((self.predictions, self.label_ids))
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.predictions, self.label_ids)[index]
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss in a model's outputs: a scalar tensor, a mapping or record with `loss`, or the first of a tuple.
+
+    Raises ConfigError when there is none.
+    """
+    if isinstance(outputs, Tensor) and outputs.dim() == 0:
+        return outputs
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, tuple | list) and outputs and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
+        loss = outputs[0]
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}", "Return its mean, a scalar.")
+        return loss.reshape(())
+    if isinstance(outputs, Mapping):
+        what = f"a mapping of {', '.join(map(str, outputs))}"
+    else:
+        what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    raise ConfigError(
+        f"the model returned {what}, with no loss in it",
+        "Give the dataset a 'labels' column if the model computes its own loss, or pass compute_loss_func=f with f(outputs, labels) a scalar.",
+    )
+
+
+def predictions_of(outputs: Any, ignore: tuple[str, ...]) -> Any:
+    """What a model's outputs hold besides the loss: one tensor, or a tuple when there are several."""
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() else None
+    if isinstance(outputs, Mapping):
+        kept = [v for k, v in outputs.items() if k != "loss" and k not in ignore and isinstance(v, Tensor)]
+    else:
+        kept = [v for v in outputs if isinstance(v, Tensor) and v.dim()]
+    return kept[0] if len(kept) == 1 else tuple(kept) if kept else None
+
+
+def to_numpy(value: Any) -> Any:
+    """A tensor (or a tuple of them) as numpy arrays on the CPU; 16-bit floats as fp32, for numpy has no bf16."""
+    if isinstance(value, tuple):
+        return tuple(to_numpy(v) for v in value)
+    value = value.detach().cpu()
+    return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
+
+
+def join(parts: list[Any]) -> Any:
+    """Arrays of batches as one along the first axis; tuples by place; None when there were none.
+
+    Arrays whose later axes differ are padded with -100, which losses and metrics leave out.
+    """
+    if not parts or parts[0] is None:
+        return None
+    if isinstance(parts[0], tuple):
+        return tuple(join([p[i] for p in parts]) for i in range(len(parts[0])))
+    widest = [max(p.shape[axis] for p in parts) for axis in range(1, parts[0].ndim)]
+    padded = [
+        np.pad(p, [(0, 0), *((0, w - s) for w, s in zip(widest, p.shape[1:], strict=True))], constant_values=-100)
+        if list(p.shape[1:]) != widest
+        else p
+        for p in parts
+    ]
+    return np.concatenate(padded)
+
+
+def check_labels(model: nn.Module, labels: Any) -> None:
+    """Refuse class labels outside the classes of a transformers classifier, before they reach a GPU, where they end the process.
+
+    Looks at integer labels of one dimension on the CPU and at `model.config.num_labels`; other tasks are left to the loss.
+    """
+    classes = getattr(getattr(model, "config", None), "num_labels", None)
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 1 or not isinstance(classes, int) or classes < 2:
+        return
+    used = labels[labels != -100]
+    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < classes:
+        raise out_of_range(labels, f"the model has {classes} classes, 0 to {classes - 1}")
+
+
+def out_of_range(labels: Tensor, allowed: str) -> DataError:
+    """The error for labels that are not classes of the model."""
+    used = labels[labels != -100]
+    return DataError(
+        f"the labels of this batch run from {int(used.min())} to {int(used.max())}, and {allowed}",
+        "Number the classes from 0 (-100 leaves a place out), or build the model with as many classes as the data has (num_labels).",
+    )

@@ -1,0 +1,52 @@
+"""Where a training run stands, and what its callbacks want to happen next."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class TrainerState:
+    """Progress of a run. Goes into every checkpoint.
+
+    global_step: optimizer steps that moved the weights; skipped_steps: those that were refused.
+    epoch: passes over the data so far, a fraction inside one. log_history: every logged record, oldest first.
+    """
+
+    global_step: int = 0
+    skipped_steps: int = 0
+    epoch: float = 0.0
+    max_steps: int = 0
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    epoch_index: int = 0  # of the pass that is going on
+    batches_in_epoch: int = 0  # micro-batches of it that were used
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+
+    @property
+    def attempted(self) -> int:
+        """Steps applied and refused."""
+        return self.global_step + self.skipped_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the fields of a saved state."""
+        for f in fields(self):
+            setattr(self, f.name, state[f.name])
+
+
+@dataclass
+class TrainerControl:
+    """Switches that callbacks may set; the trainer obeys and clears them."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False

@@ -1,0 +1,389 @@
+"""The third door: hand over the loop. Built on `Accelerator` and its public names only."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from halfstep.accelerator import Accelerator, to_device
+from halfstep.checkpoint import seed_everything
+from halfstep.errors import ConfigError, DataError
+from halfstep.step import StepResult
+from halfstep.trainer import evaluation
+from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.build import make_optimizer, make_scheduler
+from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
+from halfstep.trainer.data import LABELS, Collator, ColumnFilter, default_data_collator, from_batch, make_loader
+from halfstep.trainer.interrupt import Interrupt, TrainingInterrupted
+from halfstep.trainer.outputs import (
+    EvalPrediction,
+    LossFunction,
+    PredictionOutput,
+    TrainOutput,
+    check_labels,
+    loss_of,
+    out_of_range,
+    predictions_of,
+)
+from halfstep.trainer.progress import ProgressCallback
+from halfstep.trainer.run import MetricsWriter, RunFolder
+from halfstep.trainer.state import TrainerControl, TrainerState
+
+logger = logging.getLogger("halfstep")
+
+
+class _StopNow(Exception):  # noqa: N818  a signal inside this module, not an error
+    """Ctrl-C was pressed during an evaluation."""
+
+
+class Trainer:
+    """Trains a model by the settings in `args`; the step it takes is the one the other doors take.
+
+    model: any module whose output is a loss, a mapping or record with `loss`, or predictions for `compute_loss_func`.
+    args: settings, precision among them. data_collator: list of samples to a mapping of tensors.
+    train_dataset, eval_dataset: map-style or iterable datasets of mappings.
+    compute_loss_func: f(outputs, labels) to a scalar, for models that return no loss.
+    compute_metrics: f(EvalPrediction) to a dict of numbers.
+    callbacks: instances or classes of `TrainerCallback`, transformers' events. optimizers: (optimizer, scheduler) to use instead.
+
+    `state.log_history` has every logged record; a step that was refused is counted, said and never averaged away.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Collator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        compute_loss_func: LossFunction | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
+        optimizers: tuple[Optimizer | None, Any] = (None, None),
+    ) -> None:
+        self.args = args if args is not None else TrainingArguments()
+        seed_everything(self.args.seed)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.run = RunFolder(self.args.output_dir)
+        self.label_names = tuple(self.args.label_names or ("labels",))
+        collate: Collator = data_collator if data_collator is not None else default_data_collator
+        self.data_collator: Collator = ColumnFilter(collate, model, self.label_names) if self.args.remove_unused_columns else collate
+        self._takes_labels = _accepts(model.forward, self.label_names)
+        self._ignored = tuple(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
+        self.model = model
+        self.accelerator = self._fresh_accelerator()
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.callbacks = CallbackList([Pace(), MetricsWriter(self.run)])
+        if not self.args.disable_tqdm:
+            self.callbacks.add(ProgressCallback())
+        for callback in callbacks:
+            self.callbacks.add(callback)
+        self._interrupt = Interrupt()
+        self._losses: list[Tensor] = []  # of the windows since the last log
+        self._last: StepResult | None = None
+        self._window = 1  # micro-batches in the window at hand
+        self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
+        self._wants_predictions = False
+        self._event("on_init_end")
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback after those there are."""
+        self.callbacks.add(callback)
+
+    # --- points to override -------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
+        if self.train_dataset is None:
+            raise ConfigError("train() needs training data", "Pass train_dataset= to the Trainer.")
+        a = self.args
+        seed = a.seed if a.data_seed is None else a.data_seed
+        sizes = {"batch_size": a.per_device_train_batch_size, "workers": a.dataloader_num_workers}
+        return make_loader(self.train_dataset, self.data_collator, shuffle=True, seed=seed, drop_last=a.dataloader_drop_last, **sizes)
+
+    def get_eval_dataloader(self, dataset: Any = None) -> DataLoader[Any]:
+        """The loader of evaluation data, in order."""
+        data = dataset if dataset is not None else self.eval_dataset
+        if data is None:
+            raise ConfigError("evaluation needs data", "Pass eval_dataset= to the Trainer, or eval_strategy='no'.")
+        sizes = {"batch_size": self.args.per_device_eval_batch_size, "workers": self.args.dataloader_num_workers}
+        return make_loader(data, self.data_collator, shuffle=False, seed=self.args.seed, drop_last=False, **sizes)
+
+    def create_optimizer(self) -> Optimizer:
+        """The optimizer: the one given, or that of `args.optim`."""
+        return self.optimizer if self.optimizer is not None else make_optimizer(self.model, self.args)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer) -> Any:
+        """The learning rate schedule: the one given, or that of `args.lr_scheduler_type`."""
+        return self.lr_scheduler if self.lr_scheduler is not None else make_scheduler(optimizer, self.args, num_training_steps)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        """The loss of a batch, or (loss, outputs). Raises ConfigError when the model gives none and no function was given."""
+        labels = {k: inputs[k] for k in self.label_names if k in inputs}
+        alone = self.compute_loss_func is not None or not self._takes_labels
+        given = {k: v for k, v in inputs.items() if k not in labels} if alone else inputs
+        outputs = model(**given)
+        if self.compute_loss_func is not None:
+            target = next(iter(labels.values())) if len(labels) == 1 else labels or None
+            loss = self.compute_loss_func(outputs, target)
+        else:
+            loss = loss_of(outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch of a window; returns its loss."""
+        model.train()
+        with self.accelerator.autocast():
+            loss = self._guarded_loss(model, inputs)
+        self.accelerator.backward(loss / self._window)
+        detached: Tensor = loss.detach()
+        return detached
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor | None, Any, Any]:
+        """(loss, predictions, labels) of one evaluation batch; loss is None when the batch has no labels and the model gives none."""
+        labels = [inputs[k] for k in self.label_names if k in inputs]
+        with self.accelerator.autocast():
+            if labels or self.compute_loss_func is not None:
+                loss, outputs = self._guarded_loss(model, inputs, return_outputs=True)
+            else:
+                outputs = model(**inputs)
+                loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        wanted = predictions_of(outputs, self._ignored) if self._wants_predictions else None
+        return loss, wanted, (labels[0] if len(labels) == 1 else tuple(labels)) if labels and self._wants_predictions else None
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Train to the end of the schedule. `resume_from_checkpoint`: True for the newest of this run, or a folder.
+
+        Ctrl-C finishes the step, saves a checkpoint and raises TrainingInterrupted (a KeyboardInterrupt).
+        Raises DivergedError after args.max_bad_steps refused steps in a row, CheckpointError, ConfigError, DataError.
+        """
+        wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
+        checkpoint = self.run.find(wanted) if wanted else None
+        self.run.enter(self.args, checkpoint)
+        loader = self._set_up()
+        lengths = self.state.max_steps, self.state.num_train_epochs
+        if checkpoint is not None:
+            self.accelerator.load_state(checkpoint)
+            self.state.max_steps, self.state.num_train_epochs = lengths
+            self.run.rewind(self.state.log_history)
+        begun = self.state.global_step
+        losses: list[Tensor] = []
+        self._event("on_train_begin")
+        try:
+            with self._interrupt:
+                if self.args.eval_on_start and self.state.attempted == 0:
+                    self.evaluate()
+                losses = [r.loss_tensor for r in self._steps(loader) if r.loss_tensor is not None]
+        except _StopNow:
+            self._interrupted()
+        finally:
+            self._event("on_train_end")
+        if self.args.save_strategy != "no" and self.state.global_step > begun:
+            self._save()
+        mean = float(torch.stack(losses).mean()) if losses else math.nan
+        return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
+
+    def _set_up(self) -> DataLoader[Any]:
+        """Loader, optimizer, schedule and lengths, all before anything is trained."""
+        loader = self.get_train_dataloader()
+        try:
+            self._per_epoch = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
+        except TypeError:
+            self._per_epoch = None
+        if self.args.max_steps < 0 and self._per_epoch is None:
+            raise ConfigError("the training data has no length, so the number of steps is not known", "Set max_steps.")
+        self.state, self.control = TrainerState(), TrainerControl()
+        self._losses = []
+        by_epochs = math.ceil(self.args.num_train_epochs * (self._per_epoch or 0))
+        self.state.max_steps = self.args.max_steps if self.args.max_steps > 0 else by_epochs
+        self.state.num_train_epochs = math.ceil(self.state.max_steps / self._per_epoch) if self._per_epoch else 1
+        self.accelerator = self._fresh_accelerator()
+        optimizer = self.create_optimizer()
+        scheduler = self.create_scheduler(self.state.max_steps, optimizer)
+        self.optimizer_in_use, self.scheduler_in_use = self.accelerator.prepare(optimizer, scheduler)
+        self.accelerator.register_for_checkpointing(self.state)
+        return loader
+
+    def _fresh_accelerator(self) -> Accelerator:
+        """An accelerator that knows the model and nothing of an earlier call of train()."""
+        fresh = Accelerator(precision=self.args.policy, cpu=self.args.use_cpu, patience=self.args.max_bad_steps)
+        fresh.prepare(self.model)
+        return fresh
+
+    def _steps(self, loader: DataLoader[Any]) -> Iterator[StepResult]:
+        """Every step of the run, epoch by epoch, with its logging, evaluation and saving."""
+        while not self._finished():
+            self._event("on_epoch_begin")
+            batches = from_batch(loader, self.state.epoch_index, self.state.batches_in_epoch)
+            while window := list(itertools.islice(batches, self.args.gradient_accumulation_steps)):
+                yield self._step(window, loader)
+                self._act()
+                if self._interrupt.requested:
+                    raise _StopNow
+                if self._finished() or self.control.should_epoch_stop:
+                    break
+            if self.state.batches_in_epoch == 0:
+                raise DataError("the training data yields nothing", "Check the dataset: it has no samples, or its iterator is spent after one pass.")
+            self.control.should_epoch_stop = False
+            self._event("on_epoch_end")
+            whole = self._per_epoch is None or self.state.batches_in_epoch >= len(loader)
+            if whole or not self._finished():
+                self.state.epoch_index, self.state.batches_in_epoch = self.state.epoch_index + 1, 0
+            self._act()
+
+    def _finished(self) -> bool:
+        """Whether the run is over: enough steps were applied, or the epochs asked for were seen, or a callback said so."""
+        done = self.state.global_step if self.args.max_steps > 0 else self.state.attempted
+        return self.control.should_training_stop or done >= self.state.max_steps
+
+    def _step(self, window: list[Any], loader: DataLoader[Any]) -> StepResult:
+        """One optimizer step over the micro-batches of a window."""
+        self._event("on_step_begin")
+        self._window = len(window)
+        for i, batch in enumerate(window):
+            inputs = self._inputs(batch)
+            main = inputs.get("input_ids", next((v for v in inputs.values() if isinstance(v, Tensor)), None))
+            self.state.num_input_tokens_seen += main.numel() if "input_ids" in inputs and main is not None else len(main) if main is not None else 0
+            self.training_step(self.model, inputs)
+            if i + 1 < len(window):
+                self._event("on_substep_end")
+        if self.args.max_grad_norm > 0:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        self._event("on_pre_optimizer_step")
+        learning_rate = self.scheduler_in_use.get_last_lr()[0]
+        result: StepResult = self.optimizer_in_use.step()
+        self._last = result
+        if result.loss_tensor is not None:
+            self._losses.append(result.loss_tensor)
+        self.state.batches_in_epoch += len(window)
+        size = len(loader) if self._per_epoch is not None else max(1, self.state.batches_in_epoch)
+        self.state.epoch = self.state.epoch_index + self.state.batches_in_epoch / size
+        if result:
+            self._event("on_optimizer_step", step_result=result)
+            self.scheduler_in_use.step()
+            self.state.global_step += 1
+        else:
+            self.state.skipped_steps += 1
+        self.optimizer_in_use.zero_grad()
+        self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
+        return result
+
+    def _inputs(self, batch: Any) -> dict[str, Any]:
+        """A batch as named tensors on the device, its labels checked."""
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"the loader gives batches of type {type(batch).__name__}, and the model needs named inputs", "Let the collator return a dict."
+            )
+        for name in self.label_names:
+            check_labels(self.model, batch.get(name))
+        moved = to_device(batch, self.accelerator.device)
+        return dict(moved)
+
+    def _guarded_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        """compute_loss, with torch's error about a class out of bounds told in terms of the data."""
+        try:
+            return self.compute_loss(model, inputs, return_outputs=True) if return_outputs else self.compute_loss(model, inputs)
+        except IndexError as error:
+            labels = next((inputs[k] for k in (*self.label_names, *LABELS) if isinstance(inputs.get(k), Tensor)), None)
+            if labels is None or labels.is_floating_point() or "out of bounds" not in str(error):
+                raise
+            raise out_of_range(labels, f"the loss has no such class ({error})") from error
+
+    def _act(self) -> None:
+        """Do what the control asks for: log, evaluate, save. The switches are cleared."""
+        log, evaluate, save = self.control.should_log, self.control.should_evaluate, self.control.should_save
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        if log and self._losses:
+            losses, self._losses = torch.stack(self._losses), []
+            last = self._last or StepResult(False, "no-gradients")
+            rate = self.scheduler_in_use.get_last_lr()[0]
+            record = {"loss": float(losses.mean()), "grad_norm": last.grad_norm, "learning_rate": rate, "scale": last.next_scale}
+            self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+        if evaluate:
+            self.evaluate()
+        if save:
+            self._save()
+
+    def _save(self) -> Path:
+        folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}")
+        self.run.keep_newest(self.args.save_total_limit)
+        self._event("on_save")
+        return folder
+
+    def _interrupted(self) -> None:
+        folder = self._save() if self.args.save_strategy != "no" and self.state.attempted else None
+        raise TrainingInterrupted(self.state.global_step, folder)
+
+    # --- evaluation, logging, saving ----------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+        """Loss and metrics over the evaluation data; logged. Neither the model's dtype nor its training mode is changed."""
+        self._wants_predictions = self.compute_metrics is not None
+        found = self._pass(self.get_eval_dataloader(eval_dataset)).metrics(metric_key_prefix, self.compute_metrics)
+        self.log(found)
+        self._event("on_evaluate", metrics=found)
+        return found
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predictions and labels over `test_dataset` as numpy arrays, with loss and metrics; not logged."""
+        self._wants_predictions = True
+        result = self._pass(self.get_eval_dataloader(test_dataset))
+        metrics = result.metrics(metric_key_prefix, self.compute_metrics)
+        self._event("on_predict", metrics=metrics)
+        return PredictionOutput(result.predictions, result.labels, metrics)
+
+    def _pass(self, loader: Iterable[Any]) -> evaluation.Evaluation:
+        def after_batch() -> None:
+            self._event("on_prediction_step")
+            if self._interrupt.requested:
+                raise _StopNow
+
+        return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, after_batch)
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Add a record with step and epoch to the history and tell the callbacks; metrics.jsonl gets it during a run."""
+        record = logs | {"epoch": round(self.state.epoch, 6), "step": self.state.global_step}
+        self.state.log_history.append(record)
+        self._event("on_log", logs=record)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model alone: by its own `save_pretrained` where it has one, else as model.safetensors."""
+        folder = Path(output_dir) if output_dir is not None else self.run.path
+        folder.mkdir(parents=True, exist_ok=True)
+        own: Any = getattr(self.model, "save_pretrained", None)
+        if own is not None:
+            own(folder)
+        else:
+            save_model(self.model, str(folder / "model.safetensors"))
+
+    def _event(self, name: str, **kwargs: Any) -> None:
+        about = {
+            "model": self.model,
+            "optimizer": getattr(self, "optimizer_in_use", None),
+            "lr_scheduler": getattr(self, "scheduler_in_use", None),
+            "resolution": self.accelerator.resolution,
+            "device": self.accelerator.device,
+        }
+        self.control = self.callbacks.call(name, self.args, self.state, self.control, **about, **kwargs)
+
+
+def _accepts(forward: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether a forward method takes all of `names` as arguments."""
+    parameters = inspect.signature(forward).parameters
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or all(n in parameters for n in names)
