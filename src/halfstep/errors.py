@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class HalfstepError(Exception):
@@ -44,7 +45,11 @@ class StepOrderError(HalfstepError, RuntimeError):
 
 
 class DivergedError(HalfstepError, RuntimeError):
-    """Too many steps in a row could not be applied."""
+    """Too many steps in a row could not be applied. `result` is the StepResult of the last of them."""
+
+    def __init__(self, cause: str, remedy: str = "", result: Any = None) -> None:
+        super().__init__(cause, remedy)
+        self.result = result
 
 
 class CheckpointError(HalfstepError, RuntimeError):

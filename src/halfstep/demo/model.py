@@ -81,7 +81,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, T, C) to (B, T, C)."""
         x = x + self.dropout(self.attention(self.norm_attention(x)))
-        return x + self.dropout(self.network(self.norm_network(x)))
+        change: Tensor = self.dropout(self.network(self.norm_network(x)))
+        return x + change
 
 
 class GPT(nn.Module):

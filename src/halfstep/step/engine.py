@@ -227,6 +227,7 @@ class StepEngine:
                 "Look at the data of this batch and at the first operation that gives inf or NaN in fp32; then try a "
                 f"smaller learning rate, or bf16 if the run was fp16. "
                 f"The patience of {self.patience} steps is the argument patience= (max_bad_steps= in TrainingArguments).",
+                result,
             )
 
     def _name(self, optimizer: Optimizer, index: int) -> str:

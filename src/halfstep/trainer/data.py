@@ -65,6 +65,7 @@ def from_batch(loader: Any, epoch: int, start: int) -> Iterator[Any]:
     batches = getattr(loader, "batch_sampler", None)
     if isinstance(batches, EpochBatches):
         batches.epoch, batches.start = epoch, start
+        loader.generator.manual_seed(batches.seed + epoch)  # seeds worker processes, so that they do not depend on the epochs before
         return iter(loader)
     if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
         loader.sampler.set_epoch(epoch)
@@ -98,6 +99,13 @@ def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
                 "Pad the samples to one length, or pass a data_collator that does (for example transformers.DataCollatorWithPadding).",
             ) from error
     return batch
+
+
+def count_inputs(inputs: Mapping[str, Any]) -> int:
+    """Tokens in a batch that has `input_ids`, samples in any other."""
+    if isinstance(inputs.get("input_ids"), Tensor):
+        return int(inputs["input_ids"].numel())
+    return next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
 
 
 def _tensor(value: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -127,3 +128,9 @@ def out_of_range(labels: Tensor, allowed: str) -> DataError:
         f"the labels of this batch run from {int(used.min())} to {int(used.max())}, and {allowed}",
         "Number the classes from 0 (-100 leaves a place out), or build the model with as many classes as the data has (num_labels).",
     )
+
+
+def accepts(forward: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether a forward method takes all of `names` as arguments."""
+    parameters = inspect.signature(forward).parameters
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or all(n in parameters for n in names)

@@ -71,7 +71,7 @@ class ProgressCallback(TrainerCallback):
         if "eval_loss" in logs:
             shown = {k: v for k, v in logs.items() if k.startswith("eval_") and not k.endswith(("_runtime", "_per_second"))}
             self._print(f"step {state.global_step}: " + "  ".join(f"{k} {_short(v)}" for k, v in shown.items()))
-        elif "loss" in logs and self._bar is None:
+        elif "loss" in logs and "reason" not in logs and self._bar is None:
             left = self._left(state)
             self._print(f"step {state.global_step}/{state.max_steps}  {self._numbers(logs, state, kwargs['device'])}  eta {left}")
 

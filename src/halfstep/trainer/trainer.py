@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import math
@@ -18,19 +17,20 @@ from torch.utils.data import DataLoader
 
 from halfstep.accelerator import Accelerator, to_device
 from halfstep.checkpoint import seed_everything
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, DivergedError
 from halfstep.step import StepResult
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.build import make_optimizer, make_scheduler
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
-from halfstep.trainer.data import LABELS, Collator, ColumnFilter, default_data_collator, from_batch, make_loader
+from halfstep.trainer.data import LABELS, Collator, ColumnFilter, count_inputs, default_data_collator, from_batch, make_loader
 from halfstep.trainer.interrupt import Interrupt, TrainingInterrupted
 from halfstep.trainer.outputs import (
     EvalPrediction,
     LossFunction,
     PredictionOutput,
     TrainOutput,
+    accepts,
     check_labels,
     loss_of,
     out_of_range,
@@ -82,7 +82,7 @@ class Trainer:
         self.label_names = tuple(self.args.label_names or ("labels",))
         collate: Collator = data_collator if data_collator is not None else default_data_collator
         self.data_collator: Collator = ColumnFilter(collate, model, self.label_names) if self.args.remove_unused_columns else collate
-        self._takes_labels = _accepts(model.forward, self.label_names)
+        self._takes_labels = accepts(model.forward, self.label_names)
         self._ignored = tuple(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
         self.model = model
         self.accelerator = self._fresh_accelerator()
@@ -183,20 +183,22 @@ class Trainer:
             self.state.max_steps, self.state.num_train_epochs = lengths
             self.run.rewind(self.state.log_history)
         begun = self.state.global_step
-        losses: list[Tensor] = []
+        total, counted = torch.zeros((), dtype=torch.float64), 0
         self._event("on_train_begin")
         try:
             with self._interrupt:
                 if self.args.eval_on_start and self.state.attempted == 0:
                     self.evaluate()
-                losses = [r.loss_tensor for r in self._steps(loader) if r.loss_tensor is not None]
+                for result in self._steps(loader):
+                    if result.loss_tensor is not None:
+                        total, counted = total.to(result.loss_tensor.device) + result.loss_tensor, counted + 1
         except _StopNow:
             self._interrupted()
         finally:
             self._event("on_train_end")
         if self.args.save_strategy != "no" and self.state.global_step > begun:
             self._save()
-        mean = float(torch.stack(losses).mean()) if losses else math.nan
+        mean = float(total) / counted if counted else math.nan
         return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
 
     def _set_up(self) -> DataLoader[Any]:
@@ -258,8 +260,7 @@ class Trainer:
         self._window = len(window)
         for i, batch in enumerate(window):
             inputs = self._inputs(batch)
-            main = inputs.get("input_ids", next((v for v in inputs.values() if isinstance(v, Tensor)), None))
-            self.state.num_input_tokens_seen += main.numel() if "input_ids" in inputs and main is not None else len(main) if main is not None else 0
+            self.state.num_input_tokens_seen += count_inputs(inputs)
             self.training_step(self.model, inputs)
             if i + 1 < len(window):
                 self._event("on_substep_end")
@@ -267,8 +268,7 @@ class Trainer:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self._event("on_pre_optimizer_step")
         learning_rate = self.scheduler_in_use.get_last_lr()[0]
-        result: StepResult = self.optimizer_in_use.step()
-        self._last = result
+        result = self._last = self._take_step()
         if result.loss_tensor is not None:
             self._losses.append(result.loss_tensor)
         self.state.batches_in_epoch += len(window)
@@ -282,7 +282,26 @@ class Trainer:
             self.state.skipped_steps += 1
         self.optimizer_in_use.zero_grad()
         self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
+        if not result:
+            self._log_skip(result)
         return result
+
+    def _take_step(self) -> StepResult:
+        """The optimizer's step. One that ends the run with DivergedError is counted and logged before that."""
+        try:
+            result: StepResult = self.optimizer_in_use.step()
+        except DivergedError as error:
+            self.state.skipped_steps += 1
+            if error.result is not None:
+                self._log_skip(error.result)
+            raise
+        return result
+
+    def _log_skip(self, result: StepResult) -> None:
+        """A record of its own for every refused step: what was not finite is in the log, not only on the terminal."""
+        culprits = [str(c) for c in result.culprits]
+        about = {"reason": result.reason, "culprits": culprits, "loss": result.loss, "grad_norm": result.grad_norm, "scale": result.next_scale}
+        self.log(about | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _inputs(self, batch: Any) -> dict[str, Any]:
         """A batch as named tensors on the device, its labels checked."""
@@ -381,9 +400,3 @@ class Trainer:
             "device": self.accelerator.device,
         }
         self.control = self.callbacks.call(name, self.args, self.state, self.control, **about, **kwargs)
-
-
-def _accepts(forward: Callable[..., Any], names: tuple[str, ...]) -> bool:
-    """Whether a forward method takes all of `names` as arguments."""
-    parameters = inspect.signature(forward).parameters
-    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or all(n in parameters for n in names)

@@ -1,0 +1,43 @@
+# Two commands: `make train` trains a model, `make test` checks everything. Both make .venv on their first run.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE := 1
+
+.PHONY: train test check nightly clean
+
+train: $(VENV)/.train
+	$(BIN)/halfstep train $(ARGS)
+
+test: $(VENV)/.test
+	$(MAKE) --no-print-directory check
+
+check:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/sizes.py
+	$(BIN)/python tools/tables.py --check
+	$(BIN)/python -m pytest -m "not slow"
+
+nightly: $(VENV)/.test
+	$(MAKE) --no-print-directory check
+	$(BIN)/python -m pytest -m slow
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit("halfstep needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.train
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

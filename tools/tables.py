@@ -1,0 +1,45 @@
+"""Write the tables that come from code into the documents: `python tools/tables.py` writes, `--check` only compares.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from halfstep.policy import preset_table
+
+TABLES: dict[str, Callable[[], str]] = {"presets": preset_table}
+DOCUMENTS = ("README.md",)
+
+
+def filled(text: str) -> str:
+    """A document with its tables made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check; 1 when a table is not what the code says."""
+    root, stale = Path(__file__).parent.parent, []
+    for name in DOCUMENTS:
+        path = root / name
+        text = path.read_text()
+        if filled(text) != text:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_text(filled(text))
+    if stale and "--check" in arguments:
+        print(f"{', '.join(stale)}: a table differs from the code; run python tools/tables.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
