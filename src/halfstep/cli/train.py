@@ -111,9 +111,8 @@ def report(trainer: Trainer, demo: DemoArguments) -> str:
     state, lines = trainer.state, []
     losses = [record["eval_loss"] for record in state.log_history if "eval_loss" in record]
     if losses:
-        lines.append(
-            f"evaluation loss {losses[0]:.3f} before, {losses[-1]:.3f} after {state.global_step} steps ({state.skipped_steps} skipped), in nats per byte"
-        )
+        steps = f"{state.global_step} steps ({state.skipped_steps} skipped)"
+        lines.append(f"evaluation loss {losses[0]:.3f} before, {losses[-1]:.3f} after {steps}, in nats per byte")
     if demo.sample_length and isinstance(trainer.model, GPT):
         sample = trainer.model.generate(demo.prompt.encode(), demo.sample_length, seed=trainer.args.seed)
         lines.append(f"sample:\n{sample.decode(errors='replace')}")

@@ -104,8 +104,6 @@ class Trainer:
         """Add a callback after those there are."""
         self.callbacks.add(callback)
 
-    # --- points to override -------------------------------------------------------------------------------------------
-
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
         if self.train_dataset is None:
@@ -164,8 +162,6 @@ class Trainer:
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         wanted = predictions_of(outputs, self._ignored) if self._wants_predictions else None
         return loss, wanted, (labels[0] if len(labels) == 1 else tuple(labels)) if labels and self._wants_predictions else None
-
-    # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Train to the end of the schedule. `resume_from_checkpoint`: True for the newest of this run, or a folder.
@@ -348,8 +344,6 @@ class Trainer:
     def _interrupted(self) -> None:
         folder = self._save() if self.args.save_strategy != "no" and self.state.attempted else None
         raise TrainingInterrupted(self.state.global_step, folder)
-
-    # --- evaluation, logging, saving ----------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
         """Loss and metrics over the evaluation data; logged. Neither the model's dtype nor its training mode is changed."""
