@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from halfstep import checkpoint
-from halfstep.accelerator.facts import model_facts, refuse_state
+from halfstep.accelerator.facts import kinds_of, model_facts, refuse_state
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer, PreparedScheduler
 from halfstep.amp import GradScaler, backward_context, bind, bound_policy, forward_context
-from halfstep.errors import ConfigError, suggest
+from halfstep.errors import ConfigError, StepOrderError, suggest
 from halfstep.hardware import default_device, probe, processes
 from halfstep.policy import Policy, Resolution, from_flags, resolve
 from halfstep.step import StepResult
@@ -65,11 +64,12 @@ class Accelerator:
         self.device = default_device(cpu)
         self.resolution: Resolution = resolve(from_flags(precision=precision, mixed_precision=mixed_precision), probe(self.device))
         self.policy = self.resolution.policy
-        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_accumulation_steps = self._window = gradient_accumulation_steps
         self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience)
         self.sync_gradients = True
         self.last_step: StepResult | None = None
-        self._micro_batches = 0
+        self._micro_batches = 0  # since the end of the last window
+        self._short: int | None = None  # micro-batches of a window that ends early, until its last backward pass
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
@@ -163,8 +163,16 @@ class Accelerator:
         return forward_context(self.policy, self.device)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Divide `loss` by gradient_accumulation_steps, scale it as the policy says, and run the backward pass."""
-        part = loss / self.gradient_accumulation_steps if self.gradient_accumulation_steps > 1 else loss
+        """Divide `loss` by the micro-batches of its window, scale it as the policy says, and run the backward pass.
+
+        A window has gradient_accumulation_steps of them; the last one before a loader ends may have fewer, and its
+        gradients are then the mean over those.
+        """
+        window = self._window
+        if self._short is not None:  # the loader ended inside a window: what was divided by the full length is a mean over fewer
+            self.scaler.rescale_(self.gradient_accumulation_steps / window)
+            self._short = None
+        part = loss / window if window > 1 else loss
         with backward_context(self.policy, self.device):
             self.scaler.scale(part).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -175,11 +183,15 @@ class Accelerator:
         The last of a window is every gradient_accumulation_steps-th, and the last batch of a prepared loader.
         """
         self._micro_batches += 1
-        at_end = any(loader.at_end for loader in self._loaders)
-        self.sync_gradients = at_end or self._micro_batches % self.gradient_accumulation_steps == 0
-        if at_end:
+        full = self._micro_batches >= self.gradient_accumulation_steps
+        self.sync_gradients = full or any(loader.at_end for loader in self._loaders)
+        self._window = self.gradient_accumulation_steps
+        if self.sync_gradients and not full:
+            self._window = self._short = self._micro_batches
+        if self.sync_gradients:
             self._micro_batches = 0
         yield
+        self._window = self.gradient_accumulation_steps
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip unscaled gradients to `max_norm` and return their norm before that; None, and nothing, inside a window."""
@@ -223,10 +235,16 @@ class Accelerator:
 
     def save_state(self, output_dir: str | Path) -> Path:
         """Write models, optimizers, schedulers, loss scale, random states and registered objects; atomic. Returns the folder."""
-        parts = {name: item.state_dict() for name, item in self._parts().items()}
-        parts |= {"scaler": self.scaler.state_dict(), "random": checkpoint.capture(), "accelerator": {"micro_batches": self._micro_batches}}
-        versions = dict(self.resolution.device.versions)
-        return checkpoint.save(output_dir, parts, {"policy": str(self.policy), "versions": versions})
+        if self._micro_batches:
+            done = f"after {self._micro_batches} of {self.gradient_accumulation_steps} micro-batches"
+            raise StepOrderError(
+                f"save_state() was called inside an accumulation window, {done}, and gradients are not part of a checkpoint",
+                "Call it after the window's optimizer.step(): when accelerator.sync_gradients is true.",
+            )
+        items = self._parts()
+        parts = {name: item.state_dict() for name, item in items.items()} | {"scaler": self.scaler.state_dict(), "random": checkpoint.capture()}
+        about = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
+        return checkpoint.save(output_dir, parts, about)
 
     def load_state(self, input_dir: str | Path) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.
@@ -240,5 +258,5 @@ class Accelerator:
             item.load_state_dict(loaded.parts[name])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(loaded.parts["scaler"])
-        self._micro_batches = operator.index(loaded.parts["accelerator"]["micro_batches"])
+        self._micro_batches = 0
         checkpoint.restore(loaded.parts["random"])

@@ -20,6 +20,14 @@ def model_facts(model: nn.Module) -> ModelFacts:
     return ModelFacts(tuple((name, FORMATS.get(p.dtype, "other")) for name, p in model.named_parameters() if p.requires_grad))
 
 
+def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each part of a run that goes into a checkpoint; for prepared objects that of the object inside."""
+    inner = {
+        name: getattr(item, "optimizer", item) if hasattr(item, "param_groups") else getattr(item, "scheduler", item) for name, item in parts.items()
+    }
+    return {name: type(item).__name__ for name, item in inner.items()}
+
+
 def refuse_state(loaded: Loaded, parts: Mapping[str, Any], policy: Policy) -> None:
     """Raise CheckpointError, naming the first difference, unless the checkpoint fits these models, optimizers and policy."""
     where = f"checkpoint {loaded.folder}"
@@ -29,13 +37,21 @@ def refuse_state(loaded: Loaded, parts: Mapping[str, Any], policy: Policy) -> No
             f"{where} was made under precision {saved}, and this run has {policy}",
             "Resume with the same precision; to change it, start a new run from the weights in model.safetensors.",
         )
-    own = {"scaler", "random", "accelerator"}
+    own = {"scaler", "random"}
+    if not own <= set(loaded.parts):
+        missing = ", ".join(sorted(own - set(loaded.parts)))
+        raise CheckpointError(f"{where} lacks {missing}: it was not written by save_state", "Name a folder that save_state wrote.")
     if set(parts) != set(loaded.parts) - own:
         raise CheckpointError(
             f"{where} holds {', '.join(sorted(set(loaded.parts) - own))}, and this run has {', '.join(sorted(parts)) or 'nothing prepared'}",
             "Prepare and register the same kinds of object, in the same order, before loading.",
         )
+    saved_kinds, kinds = loaded.about.get("kinds", {}), kinds_of(parts)
     for name, item in parts.items():
+        if not isinstance(item, nn.Module) and saved_kinds.get(name) != kinds[name]:
+            raise CheckpointError(
+                f"{where} has a {saved_kinds.get(name)} as {name}, and this run has a {kinds[name]}", "Build the same as the run that saved it did."
+            )
         if isinstance(item, nn.Module):
             _refuse_model(where, item, loaded.parts[name])
         elif hasattr(item, "param_groups"):

@@ -12,7 +12,7 @@ import torch
 
 from halfstep.amp.emulation import Emulation, is_active
 from halfstep.errors import ConfigError
-from halfstep.hardware import default_device, probe
+from halfstep.hardware import default_device, parse_device, probe
 from halfstep.policy import Policy
 
 P = ParamSpec("P")
@@ -37,7 +37,7 @@ class autocast:  # noqa: N801  the name of torch's
     def __init__(
         self, device_type: str | None = None, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
     ) -> None:
-        self.device_type = torch.device(device_type).type if device_type is not None else default_device().type
+        self.device_type = parse_device(device_type).type if device_type is not None else default_device().type
         self.dtype = dtype if dtype is not None else torch.get_autocast_dtype(self.device_type)
         self.enabled = enabled
         self.cache_enabled = bool(cache_enabled)
@@ -105,5 +105,13 @@ def forward_context(policy: Policy, device: torch.device) -> AbstractContextMana
 
 
 def backward_context(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
-    """The block in which a backward pass under `policy` runs."""
-    return Fp32Products(policy.tf32) if device.type == "cuda" else ExitStack()
+    """The block in which a backward pass under `policy` runs.
+
+    On a CPU that emulates, a forward pass that is computed again inside it (activation checkpointing) is emulated as the first one was.
+    """
+    stack = ExitStack()
+    if device.type == "cuda":
+        stack.enter_context(Fp32Products(policy.tf32))
+    elif policy.is_mixed and not probe(device).is_native(policy.autocast) and not is_active():
+        stack.enter_context(Emulation())
+    return stack

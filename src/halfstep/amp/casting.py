@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.amp.autocast import autocast, forward_context
+from halfstep.errors import ConfigError
 from halfstep.policy import Policy, select
 
 HALF = (torch.float16, torch.bfloat16)
@@ -23,18 +25,21 @@ class Binding:
 
     module: nn.Module
     fp32: tuple[str, ...]
+    before: tuple[tuple[str, Any], ...] = ()  # names of the modules changed, with the forward that stood on the instance, if any
 
     def remove(self) -> None:
-        """Give the module and its fp32 parts their own forward methods back."""
-        for name in ("", *self.fp32):
+        """Give the module and its fp32 parts the forward methods back that they had."""
+        for name, forward in self.before:
             part = self.module.get_submodule(name)
             part.__dict__.pop("forward", None)
-            part.__dict__.pop("_halfstep_policy", None)
+            if forward is not None:
+                part.forward = forward
 
 
 def bound_policy(module: nn.Module) -> Policy | None:
-    """The policy that `module` is bound to, or None."""
-    policy = module.__dict__.get("_halfstep_policy")
+    """The policy that `module` is bound to, or None. It stands on the bound method: a module that lost that has no policy."""
+    forward = module.__dict__.get("forward")
+    policy = getattr(getattr(forward, "__func__", None), "halfstep_policy", None)
     return policy if isinstance(policy, Policy) else None
 
 
@@ -43,22 +48,38 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
 
     Modules that `policy.fp32` names run with autocast off and their 16-bit inputs cast up; they leave fp32 outputs.
     Weights are not touched: no bytes are added per parameter. The bound method follows the module through deepcopy.
-    Raises ConfigError for a pattern that matches no module.
+    Raises ConfigError for a pattern that matches no module, or one that torch never calls, and for a module that is bound.
     """
+    already = bound_policy(module)
+    if already is not None:
+        raise ConfigError(f"this {type(module).__name__} is already bound to {already}", "Call remove() on that binding first, or bind a copy.")
     held = select((name for name, _ in module.named_modules()), policy.fp32) if policy.fp32 else ()
+    for name in held:
+        if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            raise ConfigError(
+                f"fp32={name} has no effect: nn.MultiheadAttention reads its weights and never calls it", "Name the attention module itself."
+            )
+    before = tuple((name, module.get_submodule(name).__dict__.get("forward")) for name in (*held, ""))
     for name in held:
         part = module.get_submodule(name)
         part.forward = MethodType(_in_fp32(_function(part), device.type), part)
-    if policy.is_mixed or device.type == "cuda":
-        module.forward = MethodType(_under(_function(module), policy, device), module)
-    module.__dict__["_halfstep_policy"] = policy
-    return Binding(module, held)
+    under = _under(_function(module), policy, device)
+    under.halfstep_policy = policy  # type: ignore[attr-defined]  # read by bound_policy
+    module.forward = MethodType(under, module)
+    return Binding(module, held, before)
 
 
 def _function(module: nn.Module) -> Callable[..., Any]:
     """The forward method of a module as a function of (module, ...), so that it can be bound anew and survive a deepcopy."""
     forward: Any = module.forward
-    return forward.__func__ if isinstance(forward, MethodType) else lambda _, *args, **kwargs: forward(*args, **kwargs)
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
+
+    @functools.wraps(forward)
+    def borrowed(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return borrowed
 
 
 def _under(forward: Callable[..., Any], policy: Policy, device: torch.device) -> Callable[..., Any]:
@@ -89,10 +110,13 @@ def upcast(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(upcast(v) for v in value)
     if isinstance(value, Mapping):
-        return type(value)(**{k: upcast(v) for k, v in value.items()}) if _takes_keywords(value) else {k: upcast(v) for k, v in value.items()}
+        wide = {k: upcast(v) for k, v in value.items()}
+        if all(wide[k] is v for k, v in value.items()):
+            return value
+        if not isinstance(value, MutableMapping):
+            return wide
+        twin = copy.copy(value)  # keeps its type: OrderedDict, transformers' ModelOutput and BatchEncoding
+        for key, item in wide.items():
+            twin[key] = item
+        return twin
     return value
-
-
-def _takes_keywords(value: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is a record such as transformers' ModelOutput, which is made from keywords."""
-    return type(value) is not dict and all(isinstance(k, str) for k in value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,16 @@ class _Matmul(torch.autograd.Function):
     Saves the 16-bit operands: 2 bytes per element, as a native 16-bit product would.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
+    def forward(a: Tensor, b: Tensor) -> Tensor:
         with _exact():
             return torch.matmul(a.float(), b.float()).to(a.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -46,15 +51,44 @@ class _Matmul(torch.autograd.Function):
         wide = grad.float()
         with _exact():
             grad_a = _fit(torch.matmul(wide, b.float().mT), a) if ctx.needs_input_grad[0] else None
-            grad_b = _weight_grad(wide, a, b) if ctx.needs_input_grad[1] else None
+            grad_b = _fit(torch.matmul(a.float().mT, wide), b) if ctx.needs_input_grad[1] else None
         return grad_a, grad_b
 
 
-def _weight_grad(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Gradient of b in a @ b, in b's dtype; one flat product when a batch of `a` meets one matrix `b`."""
-    if b.dim() == 2:
-        return torch.matmul(a.reshape(-1, a.shape[-1]).float().mT, grad.reshape(-1, grad.shape[-1])).to(b.dtype)
-    return _fit(torch.matmul(a.float().mT, grad), b)
+class _Linear(torch.autograd.Function):
+    """y[n, m] = round(x[n, k] @ w[k, m] + bias[m]): the bias is added before the one rounding, as in a native 16-bit linear layer.
+
+    Saves what torch's own 16-bit linear layer saves (2 bytes per element), so that either may stand in for the other when a
+    forward pass is computed again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with _exact():
+            return torch.addmm(bias.float(), x.float(), weight.float()).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wide = grad.float()
+        need_x, need_w, need_b = ctx.needs_input_grad
+        with _exact():
+            return (
+                torch.mm(wide, weight.float().mT).to(x.dtype) if need_x else None,
+                torch.mm(x.float().mT, wide).to(weight.dtype) if need_w else None,
+                wide.sum(0).to(weight.dtype) if need_b else None,
+            )
+
+
+def _flat(t: Tensor) -> Tensor:
+    """All rows along the last dimension: (..., k) to (n, k); a vector is one row."""
+    return t[None] if t.dim() == 1 else t.flatten(0, -2)
 
 
 def _fit(grad: Tensor, like: Tensor) -> Tensor:
@@ -71,51 +105,36 @@ def _product(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
     """torch.matmul's meaning for 1-D operands, then the rounded product."""
     a16, b16 = a.to(dtype), b.to(dtype)
     left, right = a16.dim() == 1, b16.dim() == 1
-    y: Tensor = _Matmul.apply(a16[None] if left else a16, b16[:, None] if right else b16)  # type: ignore[no-untyped-call]
+    if left or b16.dim() > 2 or right:
+        y: Tensor = _Matmul.apply(a16[None] if left else a16, b16[:, None] if right else b16)  # type: ignore[no-untyped-call]
+    else:  # a batch of `a` meets one matrix: one flat product
+        y = _Matmul.apply(_flat(a16), b16).view(*a16.shape[:-1], b16.shape[-1])  # type: ignore[no-untyped-call]
     y = y.squeeze(-2) if left else y
     return y.squeeze(-1) if right else y
 
 
-def _matmul(dtype: torch.dtype, func: Route, a: Any, b: Any, **options: Any) -> Any:
-    if options or not _eligible(a, b):
-        return func(a, b, **options)
-    return _product(dtype, a, b)
+def _matmul(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
+    named = [kwargs[k] for k in ("self", "input", "tensor", "mat2", "other") if k in kwargs]
+    operands = [*args, *named]
+    if len(operands) != 2 or len(named) != len(kwargs) or not _eligible(*operands):
+        return func(*args, **kwargs)
+    return _product(dtype, *operands)
 
 
-def _rmatmul(dtype: torch.dtype, func: Route, b: Any, a: Any) -> Any:
-    return _matmul(dtype, lambda left, right: func(right, left), a, b)
+def _rmatmul(dtype: torch.dtype, func: Route, right: Any, left: Any) -> Any:
+    return _product(dtype, left, right) if _eligible(left, right) else func(right, left)
 
 
 def _linear(dtype: torch.dtype, func: Route, input: Any, weight: Any, bias: Any = None) -> Any:
     if not _eligible(input, weight, *([] if bias is None else [bias])):
         return func(input, weight, bias)
-    a16, w16 = input.to(dtype), weight.to(dtype)
+    if weight.dim() != 2:
+        return _rounded(dtype, func, input, weight, bias)
+    x, w = input.to(dtype), weight.to(dtype).mT
     if bias is None:
-        return _product(dtype, a16, w16.mT)
-    return _Linear.apply(a16, w16, bias.to(dtype))  # type: ignore[no-untyped-call]
-
-
-class _Linear(torch.autograd.Function):
-    """y = round(x @ w.T + bias), the bias added before the one rounding as in a native 16-bit linear layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        with _exact():
-            return F.linear(x.float(), weight.float(), bias.float()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        wide = grad.float()
-        need_x, need_w, need_b = ctx.needs_input_grad
-        flat = wide.reshape(-1, wide.shape[-1])
-        with _exact():
-            return (
-                torch.matmul(wide, weight.float()).to(x.dtype) if need_x else None,
-                torch.matmul(flat.mT, x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if need_w else None,
-                flat.sum(0).to(weight.dtype) if need_b else None,
-            )
+        return _product(dtype, x, w)
+    y: Tensor = _Linear.apply(_flat(x), w, bias.to(dtype))  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _rounded(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
@@ -134,10 +153,25 @@ def _rounded(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
 
 def _einsum(dtype: torch.dtype, func: Route, equation: Any, *operands: Any) -> Any:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    if not isinstance(equation, str) or not _eligible(*tensors):
+    if not isinstance(equation, str) or not _eligible(*tensors) or not _contracts(equation, tensors):
         return func(equation, *operands)
     with _exact():
         return func(equation, *(t.to(dtype).float() for t in tensors)).to(dtype)
+
+
+def _contracts(equation: str, tensors: Sequence[Tensor]) -> bool:
+    """Whether an einsum of two tensors sums over an index of both: torch then multiplies matrices, which autocast casts.
+
+    Without such an index it multiplies elements, in the dtype of the operands (rotary tables stay exact). Einsums of
+    three and more tensors are left to torch.
+    """
+    left, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
+    terms = left.split(",")
+    if len(terms) != 2 or len(tensors) != 2:
+        return False
+    summed = {i for i in set(terms[0]) & set(terms[1]) - {"."} if not arrow or i not in output}
+    places = [{i: t.index(i) if "." not in t[: t.index(i)] else t.index(i) - len(t) for i in summed} for t in terms]
+    return any(all(x.shape[place[i]] != 1 for x, place in zip(tensors, places, strict=True)) for i in summed)
 
 
 @functools.cache

@@ -67,7 +67,7 @@ class GradScaler:
         if isinstance(outputs, Tensor):
             self._check_device(outputs)
             return cast(Outputs, self._engine.scale(outputs))
-        if isinstance(outputs, Mapping) or not isinstance(outputs, Iterable):
+        if isinstance(outputs, Mapping | str) or not isinstance(outputs, Iterable):
             raise ConfigError(f"scale() was given a {type(outputs).__name__}", "Give it a loss tensor or a list of them, for example outputs.loss.")
         scaled = [self.scale(o) for o in outputs]
         return cast(Outputs, tuple(scaled) if isinstance(outputs, tuple) else scaled)
@@ -96,11 +96,20 @@ class GradScaler:
         """Let the scale follow the steps since the last update, or set it to `new_scale` (a power of two)."""
         if new_scale is None or not self.is_enabled():
             return self._engine.update()
-        return self._engine.update(power_of_two("new_scale", float(new_scale)))
+        value, scaling = power_of_two("new_scale", float(new_scale)), self._engine.scaling
+        if isinstance(scaling, DynamicScaling) and not scaling.floor <= value <= scaling.ceiling:
+            raise ConfigError(
+                f"new_scale={value:g} lies outside [{scaling.floor:g}, {scaling.ceiling:g}]", "Move the floor or the ceiling of this GradScaler."
+            )
+        return self._engine.update(value)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip gradients to `max_norm`, unscaling them first where that was not done. Returns the norm before clipping."""
         return self._engine.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm, norm_type)
+
+    def rescale_(self, factor: float) -> None:
+        """Multiply the gradients of all optimizers seen so far by `factor`: for an accumulation window that ends early."""
+        self._engine.rescale(factor)
 
     def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give parameters the names (as from `model.named_parameters()`) by which a bad gradient is reported."""

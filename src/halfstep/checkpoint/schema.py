@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,17 +37,25 @@ class Manifest:
     version: int = VERSION
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+        """Plain values for JSON, with a seal over all of them."""
+        plain = asdict(self) | {"parts": list(self.parts)}
+        return plain | {"seal": _seal(plain)}
 
 
 def manifest_from(data: Any, where: str) -> Manifest:
-    """Read a manifest. Raises CheckpointError when it is not one of ours or of a version not known here."""
+    """Read a manifest. Raises CheckpointError when it is not one of ours, of a version not known here, or altered."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not a halfstep checkpoint", f"Name a folder that holds a {MANIFEST} written by halfstep.")
     if data.get("version") != VERSION:
         raise CheckpointError(
             f"{where} has checkpoint version {data.get('version')}, and this halfstep reads version {VERSION}", "Use the halfstep that wrote it."
         )
-    files = {name: File(**facts) for name, facts in data["files"].items()}
-    return Manifest(files, tuple(data["parts"]), data["about"])
+    plain = {k: v for k, v in data.items() if k != "seal"}
+    if data.get("seal") != _seal(plain):
+        raise CheckpointError(f"checkpoint {where} is damaged: {MANIFEST} is not what was written", "Use another checkpoint of the run.")
+    files = {name: File(**facts) for name, facts in plain["files"].items()}
+    return Manifest(files, tuple(plain["parts"]), plain["about"])
+
+
+def _seal(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

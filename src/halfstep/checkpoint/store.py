@@ -38,20 +38,14 @@ def save(folder: str | Path, parts: Mapping[str, Any], about: Mapping[str, Any] 
     removed, an older checkpoint stays as it was, and CheckpointError says why.
     """
     target = Path(folder).absolute()
-    partial, old = target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.old")
+    partial, old = _beside(target, "partial"), _beside(target, "old")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _recover(target)
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
-        files: dict[str, File] = {}
-        for name, value in parts.items():
-            structure, tensors = encode(value)
-            (partial / f"{name}.json").write_text(json.dumps(structure))
-            files[f"{name}.json"] = _seal(partial / f"{name}.json")
-            if tensors:
-                save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
-                files[f"{name}.safetensors"] = _seal(partial / f"{name}.safetensors")
+        files = _write(partial, parts)
         manifest = Manifest(files, tuple(parts), dict(about or {}))
         (partial / MANIFEST).write_text(json.dumps(manifest.as_dict(), indent=1))
         _sync(partial / MANIFEST)
@@ -60,18 +54,39 @@ def save(folder: str | Path, parts: Mapping[str, Any], about: Mapping[str, Any] 
             target.rename(old)
         partial.rename(target)
         _sync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if old.exists() and not target.exists():
-            old.rename(target)
         raise CheckpointError(
             f"checkpoint {target} could not be written: {error}", "Free some space or choose another folder; older checkpoints are unchanged."
         ) from error
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        _recover(target)
+        shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def _write(folder: Path, parts: Mapping[str, Any]) -> dict[str, File]:
+    """Write every part as JSON and safetensors; returns the files with their seals."""
+    files: dict[str, File] = {}
+    for name, value in parts.items():
+        structure, tensors = encode(value)
+        (folder / f"{name}.json").write_text(json.dumps(structure))
+        files[f"{name}.json"] = _seal(folder / f"{name}.json")
+        if tensors:
+            save_file(tensors, folder / f"{name}.safetensors", metadata={"format": "pt"})
+            files[f"{name}.safetensors"] = _seal(folder / f"{name}.safetensors")
+    return files
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+def _recover(target: Path) -> None:
+    """Give an older checkpoint its name back when a save was killed between moving it away and putting the new one there."""
+    old = _beside(target, "old")
+    if (old / MANIFEST).exists() and not target.exists():
+        old.rename(target)
 
 
 def load(folder: str | Path) -> Loaded:
@@ -98,6 +113,7 @@ def load(folder: str | Path) -> Loaded:
 
 def read_manifest(source: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CheckpointError when there is none or it is not readable."""
+    _recover(source.absolute())
     path = source / MANIFEST
     if not path.exists():
         what = "holds no manifest, so it is not a whole checkpoint" if source.exists() else "does not exist"
@@ -112,6 +128,8 @@ def read_manifest(source: Path) -> Manifest:
 def checkpoints(run: str | Path) -> list[Path]:
     """The checkpoint folders of a run, `checkpoint-STEP`, oldest first. Unfinished ones have other names and are left out."""
     folder = Path(run)
+    for old in folder.glob(".checkpoint-*.old"):
+        _recover(folder / old.name.removeprefix(".").removesuffix(".old"))
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name))] if folder.is_dir() else []
     return [p for _, p in sorted(found)]
 

@@ -26,44 +26,50 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
     storages: set[int] = set()
 
     def tensor(item: Tensor, path: str) -> dict[str, str]:
+        if item.layout is not torch.strided or item.is_meta or item.is_quantized or item.dtype is torch.complex128:
+            kind = "meta" if item.is_meta else f"{item.layout} {item.dtype}".replace("torch.", "")
+            raise _refusal(path, f"tensor without plain storage in the safetensors format ({kind})")
         item = item.detach()
         where = item.untyped_storage().data_ptr()
-        same = (where, item.storage_offset(), tuple(item.shape), item.stride(), item.dtype)
+        same = (where, item.storage_offset(), tuple(item.shape), item.stride(), item.dtype, item.is_conj(), item.is_neg())
         if where and same in seen:
             return {"$tensor": seen[same]}
-        kept = item.cpu().contiguous()
+        kept = item.resolve_conj().resolve_neg().cpu().contiguous()
         if where in storages and kept.untyped_storage().data_ptr() == where:
             kept = kept.clone()  # another view of memory already written
         storages.add(where)
-        seen[same] = path
-        tensors[path] = kept
-        return {"$tensor": path}
+        name = path if path not in ("", "__metadata__") and path not in tensors and path.isprintable() else f"tensor-{len(tensors)} {path!a}"
+        seen[same] = name
+        tensors[name] = kept
+        return {"$tensor": name}
 
     def walk(item: Any, path: str) -> Any:
         if item is None or isinstance(item, bool | str):
-            return item
-        if isinstance(item, np.generic):
+            return str(item) if isinstance(item, np.str_) else item
+        if isinstance(item, np.generic) and not isinstance(item.item(), np.generic):
             return walk(item.item(), path)
-        if isinstance(item, int | float):
+        if isinstance(item, int | float) and not isinstance(item, np.generic):
             return item
         if isinstance(item, Tensor):
             return tensor(item, path)
         if isinstance(item, torch.dtype):
             return {"$dtype": str(item).removeprefix("torch.")}
-        if isinstance(item, np.ndarray):
-            return {"$array": item.tolist(), "dtype": str(item.dtype)}
+        if (
+            isinstance(item, np.ndarray)
+            and item.dtype.kind in "biufU"
+            and item.dtype.itemsize <= (8 if item.dtype.kind != "U" else item.dtype.itemsize)
+        ):
+            return {"$array": item.ravel().tolist(), "dtype": item.dtype.str, "shape": list(item.shape)}
         if isinstance(item, tuple):
             return {"$tuple": [walk(v, f"{path}.{i}") for i, v in enumerate(item)]}
         if isinstance(item, list):
             return [walk(v, f"{path}.{i}") for i, v in enumerate(item)]
         if isinstance(item, Mapping):
-            plain = all(isinstance(k, str) and k not in MARKS for k in item)
-            pairs = [(k, walk(v, f"{path}.{k}".lstrip("."))) for k, v in item.items()]
+            plain = all(type(k) is str and k not in MARKS for k in item)
+            pairs = [(k, walk(v, f"{path}.{k}" if path else str(k))) for k, v in item.items()]
             return dict(pairs) if plain else {"$items": [[walk(k, path), v] for k, v in pairs]}
-        raise CheckpointError(
-            f"{path or 'the value'} is a {type(item).__name__}, which a checkpoint cannot hold without pickling",
-            "Keep it out of the state, or turn it into numbers, text, lists, dicts or tensors.",
-        )
+        what = f"{type(item).__name__} of {item.dtype}" if isinstance(item, np.ndarray) else type(item).__name__
+        raise _refusal(path, what)
 
     return walk(value, ""), tensors
 
@@ -83,5 +89,12 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$dtype" in data:
         return getattr(torch, data["$dtype"])
     if "$array" in data:
-        return np.array(data["$array"], dtype=data["dtype"])
+        return np.array(data["$array"], dtype=data["dtype"]).reshape(data["shape"])
     return {k: decode(v, tensors) for k, v in data.items()}
+
+
+def _refusal(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path or 'the value'} is a {what}, which a checkpoint cannot hold without pickling",
+        "Keep it out of the state, or turn it into numbers, text, lists, dicts or tensors.",
+    )

@@ -33,10 +33,18 @@ def processes() -> int:
 
 def probe(device: str | torch.device | None = None) -> Capabilities:
     """Facts about `device` (default: the one that would be trained on). Asked once per device, then remembered."""
-    chosen = default_device() if device is None else torch.device(device)
+    chosen = default_device() if device is None else parse_device(device)
     if str(chosen) == "cuda" and torch.cuda.is_available():
         chosen = torch.device("cuda", torch.cuda.current_device())
     return _probe(str(chosen))
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """A torch device from its name. Raises ConfigError for a name that torch does not know."""
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"there is no device {device!r}", "Use 'cpu' or 'cuda'.") from error
 
 
 @functools.cache

@@ -24,7 +24,8 @@ def norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     parts: list[Tensor] = []
     for group in _by_kind(tensors):
-        parts += [n.to(device, torch.float32) for n in torch._foreach_norm(group, 2.0, torch.float32)]
+        sums = torch.float32 if group[0].dtype in (torch.float16, torch.bfloat16) else None  # fp32 and fp64 add up in themselves
+        parts += [n.to(device, torch.float32) for n in torch._foreach_norm(group, 2.0, sums)]
     return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device=device)
 
 
@@ -51,11 +52,11 @@ def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
 def clip_factor(total: float, max_norm: float) -> float:
     """What to multiply gradients of norm `total` by so that it becomes `max_norm`; 1 when it is below already.
 
-    The same 1e-6 as in torch.nn.utils.clip_grad_norm_, so that results agree.
+    The fp32 arithmetic of torch.nn.utils.clip_grad_norm_, its 1e-6 included, so that results agree bit for bit.
     """
     if not math.isfinite(total):
         return 1.0
-    return min(1.0, max_norm / (total + 1e-6))
+    return min(1.0, float(max_norm / (torch.tensor(total, dtype=torch.float32) + 1e-6)))
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

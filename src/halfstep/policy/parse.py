@@ -64,15 +64,16 @@ def from_flags(
     asked = [flag for flag, on in (("fp16=True", fp16), ("bf16=True", bf16)) if on]
     if mixed_precision is not None:
         asked.append(f"mixed_precision={mixed_precision!r}")
+    if precision is None and len(asked) > 1 and not asked[0].startswith(f"{mixed_precision}="):
+        raise ConfigError(f"{asked[0]} and {asked[1]} were both given, and a run has one precision", "Leave one of them out.")
     if precision is not None:
         if asked:
             raise ConfigError(f"precision={str(precision)!r} and {asked[0]} were both given", "Leave one of them out.")
         policy = parse(precision)
         if tf32 is not None and tf32 != policy.tf32:
-            word = "on" if tf32 else "off"
-            raise ConfigError(
-                f"precision={str(precision)!r} has tf32 {'on' if policy.tf32 else 'off'} and tf32={tf32}", f"Write tf32={word} in precision."
-            )
+            twin = PRESETS["tf32" if tf32 else "fp32"] if policy.preset in ("fp32", "tf32") else replace(policy, tf32=tf32)
+            state = "on" if policy.tf32 else "off"
+            raise ConfigError(f"precision={str(precision)!r} has tf32 {state} and tf32={tf32}", f"Write precision='{twin}'.")
         return policy
     names = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed", None: "fp32"}
     if mixed_precision not in names:
@@ -95,6 +96,8 @@ def _with(policy: Policy, key: str, value: str) -> Policy:
     if key == "scale":
         kind, _, init = value.partition(":")
         _choice(key, kind, ("none", "static", "dynamic"))
+        if kind == "none" and init:
+            raise ConfigError(f"scale={value} has no effect: none is not scaled by anything", "Write scale=none, or scale=static:" + init + ".")
         start = _power(key, init) if init else LossScale().init
         if kind == "static" and not init:
             raise ConfigError("scale=static needs the scale itself", "Write for example scale=static:1024.")
@@ -119,7 +122,7 @@ def _power(key: str, text: str) -> float:
     base, hat, exponent = text.partition("^")
     try:
         number = float(base) ** int(exponent) if hat else float(text)
-    except (ValueError, OverflowError):
+    except (ValueError, ArithmeticError):
         number = math.nan
     return power_of_two(key, number, text)
 
@@ -130,8 +133,8 @@ def power_of_two(key: str, number: float, text: str = "") -> float:
     if not (math.isfinite(number) and number > 0):
         raise ConfigError(f"{key}={shown} is not a loss scale", "Write a power of two, for example 65536 or 2^16.")
     if math.frexp(number)[0] != 0.5:
-        near = 2.0 ** round(math.log2(number))
-        raise ConfigError(f"{key}={shown} is not a power of two, so scaling would round every gradient", f"Use {near:g}.")
+        near = min(round(math.log2(number)), round(math.log2(LARGEST_SCALE)))
+        raise ConfigError(f"{key}={shown} is not a power of two, so scaling would round every gradient", f"Use {2.0**near:.17g} (2^{near}).")
     if number > LARGEST_SCALE:
         raise ConfigError(f"{key}={shown} is above 2^32, where a scaled loss may not fit fp32", "Use 2^32 or less.")
     return number
@@ -141,6 +144,12 @@ def check(policy: Policy) -> Policy:
     """Refuse settings of one policy that contradict each other or have no effect, whatever the device."""
     if policy.preset not in PRESETS:
         raise ConfigError(f"unknown precision {policy.preset!r}", suggest(policy.preset, PRESETS))
+    base = PRESETS[policy.preset]
+    if policy.autocast != base.autocast:
+        raise ConfigError(
+            f"this Policy is called {policy.preset} and has autocast={policy.autocast!r}, where {policy.preset} has {base.autocast!r}",
+            f"Start from halfstep.policy.parse({policy.preset!r}), and change it with dataclasses.replace.",
+        )
     scale = policy.scale
     for key, number in (("scale", scale.init), ("scale_floor", scale.floor), ("scale_ceiling", scale.ceiling)):
         power_of_two(key, number)

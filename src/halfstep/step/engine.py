@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -31,10 +31,21 @@ class _Record:
     """Where one optimizer stands."""
 
     verdict: Verdict | None = None  # on the gradients at hand; set when they are unscaled
-    versions: int = 0  # of the gradients when they were judged: tells whether somebody changed them since
+    marks: tuple[tuple[ref[Tensor], int], ...] = ()  # the gradients that were judged, with their versions
     clipped: bool = False
     stepped: bool = False  # with the gradients at hand
     awaits_update: bool = False  # it stepped, and update() has not been called since
+    heard: bool = False  # the verdict has moved the scale, or waits in line to
+
+    def forget(self) -> None:
+        """The gradients at hand are new."""
+        self.verdict, self.marks, self.clipped, self.stepped, self.heard = None, (), False, False, False
+
+    def judged(self, gradients: list[Tensor]) -> bool:
+        """Whether the verdict is on just these gradients, unchanged since."""
+        return len(gradients) == len(self.marks) and all(
+            m() is g and version == g._version for (m, version), g in zip(self.marks, gradients, strict=True)
+        )
 
 
 class StepEngine:
@@ -71,9 +82,9 @@ class StepEngine:
             self._made_under = self.scaling.scale
         if self._loss_spent:
             self._loss, self._loss_spent = None, False
-        for record in self._records.values():
-            if record.stepped:
-                record.verdict, record.clipped, record.stepped = None, False, False
+        for optimizer, record in self._records.items():
+            if record.stepped or (record.verdict is not None and self._thrown_away(optimizer, record)):
+                record.forget()
         if loss.numel() == 1:
             seen = loss.detach().float().reshape(())
             self._loss = seen if self._loss is None else self._loss + seen.to(self._loss.device)
@@ -102,20 +113,26 @@ class StepEngine:
         """
         chosen = {id(p): p for p in parameters}
         owners = [o for o in self._records if any(id(p) in chosen for p in _parameters(o))]
+        owned = {id(p) for o in owners for p in _parameters(o)}
+        grads = [p.grad for p in chosen.values() if p.grad is not None]
+        if not grads:
+            return torch.zeros(())
+        if self.scaling.active and any(i not in owned for i, p in chosen.items() if p.grad is not None):
+            raise StepOrderError(
+                "these gradients are still multiplied by the loss scale, and their optimizer has not been seen yet",
+                "Call unscale_(optimizer) before clipping, or watch(optimizer) once after making it.",
+            )
         for owner in owners:
             record = self._records[owner]
             if record.verdict is None and not record.stepped and _gradients(owner):
                 self._unscale(owner, record)
-        grads = [p.grad for p in chosen.values() if p.grad is not None]
-        if not grads:
-            return torch.zeros(())
         verdicts = [v for o in owners if (v := self._records[o].verdict)]
         bad = next((v for v in verdicts if not v.fit), None)
         if bad is not None:
             return torch.tensor(bad.norm)
         if norm_type == 2.0:
-            covers_one = len(verdicts) == 1 and len(grads) == len(_gradients(owners[0]))
-            total = torch.tensor(verdicts[0].norm) if covers_one else numerics.norm([numerics.stored(g) for g in grads], grads[0].device)
+            fresh = len(owners) == 1 and bool(verdicts) and not self._records[owners[0]].clipped and self._records[owners[0]].judged(grads)
+            total = torch.tensor(verdicts[0].norm) if fresh else numerics.norm([numerics.stored(g) for g in grads], grads[0].device)
             factor = numerics.clip_factor(float(total), max_norm)
             numerics.multiply_(grads, factor)
         else:
@@ -124,8 +141,15 @@ class StepEngine:
         for owner in owners:
             record = self._records[owner]
             record.clipped = record.clipped or factor < 1.0
-            record.versions = _versions(owner)
+            record.marks = _marks(_gradients(owner))
         return total
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients of all known optimizers, and the loss noted for this step, by `factor`."""
+        for optimizer in self._records:
+            numerics.multiply_(_gradients(optimizer), factor)
+        if self._loss is not None and not self._loss_spent:
+            self._loss = self._loss * factor
 
     def step(self, optimizer: Optimizer) -> StepResult:
         """Update the weights if the gradients and the loss are fit, and say what happened.
@@ -141,6 +165,7 @@ class StepEngine:
         if self.scaling.active and record.stepped:
             raise StepOrderError("step() was called twice for one backward pass", "Call scale(loss).backward() before each step().")
         if not _gradients(optimizer):
+            self._loss_spent = True
             return self._result(record, "no-gradients")
         if self.scaling.active and self._made_under is None:
             raise StepOrderError(
@@ -153,19 +178,25 @@ class StepEngine:
         self._loss_spent = True
         if self.scaling.active:
             record.stepped, record.awaits_update = True, True
-            self._unheard.append(verdict)
+            if not record.heard:
+                record.heard = True
+                self._unheard.append(verdict)
         else:
-            record.verdict, record.clipped = None, False
+            record.forget()
         self._count(result)
         return result
 
     def update(self, new_scale: float | None = None) -> None:
         """Let the scale follow the steps since the last update, or set it. Gradients already made keep their own scale.
 
-        After a non-finite loss the scale stays: a bad forward pass is not the scale's fault.
+        Bad gradients that were unscaled and thrown away without a step count too. After a non-finite loss the scale stays:
+        a bad forward pass is not the scale's fault.
         """
         for record in self._records.values():
             record.awaits_update = False
+            if record.verdict is not None and not record.verdict.fit and not record.heard:
+                record.heard = True
+                self._unheard.append(record.verdict)
         verdicts, self._unheard = self._unheard, []
         if new_scale is not None:
             self.scaling.scale = new_scale
@@ -176,7 +207,9 @@ class StepEngine:
         return self._records.setdefault(optimizer, _Record())
 
     def _in_flight(self) -> bool:
-        """Whether a known optimizer still holds gradients that it has not stepped with: they keep their scale."""
+        """Whether there are gradients that no optimizer has stepped with: they keep their scale. Before any is known, a loss is a sign of them."""
+        if not self._records:
+            return self._loss is not None and not self._loss_spent
         return any(not r.stepped and _gradients(o) for o, r in self._records.items())
 
     def _unscale(self, optimizer: Optimizer, record: _Record) -> Verdict:
@@ -186,14 +219,20 @@ class StepEngine:
         verdict = judge(grads, scale, self._loss, lambda i: self._name(optimizer, i))
         if verdict.fit:
             numerics.multiply_(grads, 1.0 / scale)
-        record.verdict, record.versions, record.clipped = verdict, _versions(optimizer), False
+        record.verdict, record.marks, record.clipped, record.heard = verdict, _marks(grads), False, False
         return verdict
+
+    def _thrown_away(self, optimizer: Optimizer, record: _Record) -> bool:
+        """Whether gradients that were judged have been cleared since, without a step: what follows is a new backward pass."""
+        grads = _gradients(optimizer)
+        return not grads or (not record.judged(grads) and not any(bool(g.any()) for g in grads))
 
     def _judged_again(self, optimizer: Optimizer, record: _Record, verdict: Verdict) -> Verdict:
         """The verdict on unscaled gradients, measured once more if somebody (a clip of the user's) changed them since."""
-        if not verdict.fit or _versions(optimizer) == record.versions:
+        grads = _gradients(optimizer)
+        if not verdict.fit or record.judged(grads):
             return verdict
-        now = judge(_gradients(optimizer), 1.0, self._loss, lambda i: self._name(optimizer, i))
+        now = judge(grads, 1.0, self._loss, lambda i: self._name(optimizer, i))
         record.clipped = record.clipped or now.norm < verdict.norm
         record.verdict = Verdict(now.fit, verdict.norm, now.loss_finite, now.culprits)
         return record.verdict
@@ -201,8 +240,9 @@ class StepEngine:
     def _result(self, record: _Record, reason: Reason) -> StepResult:
         scale = self._made_under if self.scaling.active and self._made_under is not None else self.scaling.scale
         verdict = record.verdict
-        moves = verdict is not None and verdict.loss_finite
-        following = self.scaling.after(overflow=not verdict.fit) if verdict and moves else self.scaling.scale
+        pending = [*self._unheard, *([verdict] if verdict and not record.heard else [])]
+        moves = bool(pending) and all(v.loss_finite for v in pending)
+        following = self.scaling.after(overflow=any(not v.fit for v in pending)) if moves else self.scaling.scale
         return StepResult(
             applied=reason == "applied",
             reason=reason,
@@ -245,5 +285,6 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for p in _parameters(optimizer) if p.grad is not None]
 
 
-def _versions(optimizer: Optimizer) -> int:
-    return sum(g._version for g in _gradients(optimizer))
+def _marks(gradients: list[Tensor]) -> tuple[tuple[ref[Tensor], int], ...]:
+    """What tells these gradients, in this state, from others: weak references and versions."""
+    return tuple((ref(g), g._version) for g in gradients)

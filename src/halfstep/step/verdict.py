@@ -43,5 +43,6 @@ def judge(gradients: Sequence[Tensor], scale: float, loss: Tensor | None, name: 
     norm = float(numerics.wide_norm(values, device)) / scale
     bad = [Culprit("loss", "forward", loss_value)] if not math.isfinite(loss_value) else []
     blamed = [(i, worst) for i, g in enumerate(values) if not (worst := float(numerics.largest([g], device)) / scale) <= LARGEST_GRADIENT]
-    bad += [Culprit(name(i), "backward", worst) for i, worst in blamed[:NAMED]]
+    blamed.sort(key=lambda found: -math.inf if math.isnan(found[1]) else -found[1])  # worst first, NaN and inf before any number
+    bad += [Culprit(name(i), "backward", worst) for i, worst in blamed[: NAMED - len(bad)]]
     return Verdict(not bad, norm, math.isfinite(loss_value), tuple(bad))
