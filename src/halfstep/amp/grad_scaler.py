@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.hardware import parse_device
 from halfstep.policy import LARGEST_SCALE, LossScale, power_of_two
 from halfstep.step import DynamicScaling, NoScaling, StepEngine, StepResult, scaling_for
 
@@ -222,7 +222,7 @@ class GradScaler:
         kind = loss.device.type
         if self.device is None:
             self.device = kind
-        elif torch.device(self.device).type != kind:
+        elif parse_device(self.device).type != kind:
             raise ConfigError(
                 f"this GradScaler was made for {self.device!r} and the loss is on {kind!r}",
                 "Leave the device out (it is taken from the first loss), or move the model and the data.",

@@ -59,9 +59,9 @@ def save(folder: str | Path, parts: Mapping[str, Any], about: Mapping[str, Any] 
             f"checkpoint {target} could not be written: {error}", "Free some space or choose another folder; older checkpoints are unchanged."
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
         _recover(target)
-        shutil.rmtree(old, ignore_errors=True)
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
     return target
 
 
@@ -85,7 +85,7 @@ def _beside(target: Path, what: str) -> Path:
 def _recover(target: Path) -> None:
     """Give an older checkpoint its name back when a save was killed between moving it away and putting the new one there."""
     old = _beside(target, "old")
-    if (old / MANIFEST).exists() and not target.exists():
+    if (old / MANIFEST).exists() and _beside(target, "partial").exists() and not target.exists():
         old.rename(target)
 
 

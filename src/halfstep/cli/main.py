@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"halfstep: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as stop:
-        print(f"halfstep: {stop or 'stopped'}", file=sys.stderr)
+        print(f"halfstep: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
     return status
 

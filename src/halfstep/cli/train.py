@@ -17,9 +17,9 @@ from rich.console import Console
 from halfstep.checkpoint import latest, seed_everything
 from halfstep.demo import GPT, GPTConfig, read, split
 from halfstep.errors import CheckpointError, ConfigError, suggest
-from halfstep.trainer import Trainer, TrainingArguments, TrainingInterrupted
+from halfstep.trainer import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, TrainingInterrupted
 from halfstep.trainer.arguments import OLD_NAMES
-from halfstep.trainer.run import CONFIG, RunFolder, write_yaml
+from halfstep.trainer.run import CONFIG
 
 RUNS = Path("runs")
 DEFAULTS: dict[str, Any] = {
@@ -55,8 +55,15 @@ class DemoArguments:
     prompt: str = "The "
     sample_length: int = 240
 
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("prompt is empty, and the sample continues it", "Give it at least one character, or sample_length=0.")
+        if self.sample_length < 0:
+            raise ConfigError(f"sample_length={self.sample_length}", "Use 0 or more.")
+
 
 GROUPS = (DemoArguments, GPTConfig, TrainingArguments)
+PRECISION = {"precision", "fp16", "bf16", "tf32"}
 SWITCHES = ("--resume", "--overwrite", "--help")
 
 
@@ -84,17 +91,17 @@ def main(argv: Sequence[str]) -> int:
     shape = GPTConfig(**_fields_of(GPTConfig, settings))
     args = TrainingArguments(**_fields_of(TrainingArguments, settings))
     train_set, eval_set = split(read(demo.text), shape.block_size)
-    _enter(args, settings, resume)
+    _refuse_folder(args, resume)
     seed_everything(args.seed)
     model = GPT(shape)
     console = Console(highlight=False, soft_wrap=True)
     source = demo.text or "Python's documentation"
-    console.print(
-        f"model: GPT, {model.parameters_count:,} parameters; text: {source}, {len(train_set):,} blocks of {shape.block_size} bytes", markup=False
-    )
-    trainer = Trainer(model, args, train_dataset=train_set, eval_dataset=eval_set)
+    size = f"{len(train_set):,} blocks of {shape.block_size} bytes"
+    about = Say(console, f"model: GPT, {model.parameters_count:,} parameters; text: {source}, {size}")
+    trainer = Trainer(model, args, train_dataset=train_set, eval_dataset=eval_set, callbacks=[about])
+    trainer.settings = settings | {"overwrite_output_dir": False, "resume_from_checkpoint": None}
     try:
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or resume)
     except TrainingInterrupted as stop:
         how = (
             f"saved in {stop.checkpoint}; go on with: halfstep train --resume --output_dir {args.output_dir}"
@@ -104,6 +111,17 @@ def main(argv: Sequence[str]) -> int:
         raise KeyboardInterrupt(f"stopped at step {stop.step}, {how}") from None
     console.print(report(trainer, demo), markup=False)
     return 0
+
+
+class Say(TrainerCallback):
+    """Prints one line when training begins, that is when nothing was refused."""
+
+    def __init__(self, console: Console, line: str) -> None:
+        self.console, self.line = console, line
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Print it."""
+        self.console.print(self.line, markup=False)
 
 
 def report(trainer: Trainer, demo: DemoArguments) -> str:
@@ -122,46 +140,57 @@ def report(trainer: Trainer, demo: DemoArguments) -> str:
 
 def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
     """All settings by name, and whether to resume. The command line wins over CONFIG.yaml, that over the run to resume, that over the defaults."""
-    made = parser()
+    made, line = parser(), _normal(argv)
     try:
-        given = made.parse_args(_normal(argv))
-        base: dict[str, Any] = {}
-        if given.resume:
+        given = made.parse_args(line)
+        resume, base = bool(given.resume or given.resume_from_checkpoint), dict[str, Any]()
+        if resume:
             folder = Path(given.output_dir) if given.output_dir else _newest_run()
             if (folder / CONFIG).exists():
                 base = _read(folder / CONFIG)
             base["output_dir"] = str(folder)
         if given.config:
             base |= _read(Path(given.config))
-        chosen = made.parse_args([*_tokens(base), *_normal(argv)])
+        named = _named(line)
+        if named & PRECISION:  # however it is spelled, the command line's precision replaces the configuration's
+            base = {k: v for k, v in base.items() if k not in PRECISION}
+        chosen = made.parse_args([*_tokens(base), *line])
     except ArgumentError as error:
         raise ConfigError(str(error), "halfstep train --help lists the options.") from error
     settings = {k: v for k, v in chosen.as_dict().items() if k not in ("config", "resume", "overwrite")}
     settings["overwrite_output_dir"] = chosen.overwrite or chosen.overwrite_output_dir
-    if not (settings["precision"] or settings["fp16"] or settings["bf16"] or settings["tf32"]):
-        settings["precision"] = "bf16-mixed"
+    _yield_defaults(settings, named | set(base))
     if not settings["output_dir"]:
         settings["output_dir"] = str(_new_run(TrainingArguments(**_fields_of(TrainingArguments, settings)).policy.preset))
-    return settings, chosen.resume
+    return settings, resume
 
 
-def _enter(args: TrainingArguments, settings: dict[str, Any], resume: bool) -> None:
-    """Refuse an output folder with something in it, unless the run there is to be resumed or overwritten; then note the settings."""
-    folder, run = Path(args.output_dir), RunFolder(args.output_dir)
+def _yield_defaults(settings: dict[str, Any], named: set[str]) -> None:
+    """Defaults of the demo give way where they would contradict what was asked for."""
+    if not (settings["precision"] or settings["fp16"] or settings["bf16"] or settings["tf32"]):
+        settings["precision"] = "bf16-mixed"
+    if settings["eval_strategy"] != "steps" and "eval_steps" not in named:
+        settings["eval_steps"] = None
+    if "warmup_steps" not in named and ("warmup_ratio" in named or settings["lr_scheduler_type"] == "constant"):
+        settings["warmup_steps"] = 0
+
+
+def _named(line: list[str]) -> set[str]:
+    """Names of the options on a normal command line."""
+    return {token[2:].partition("=")[0] for token in line if token.startswith("--")}
+
+
+def _refuse_folder(args: TrainingArguments, resume: bool) -> None:
+    """Refuse an output folder with something in it, unless the run there is to be resumed or overwritten."""
+    folder = Path(args.output_dir)
     if resume and args.overwrite_output_dir:
         raise ConfigError("--resume and --overwrite were both given", "Leave one of them out.")
-    if resume:
-        run.find(True)
-    elif args.overwrite_output_dir:
-        run.clear()
-    elif folder.is_dir() and any(folder.iterdir()):
+    if not resume and not args.overwrite_output_dir and folder.is_dir() and any(folder.iterdir()):
         newest = latest(folder)
         go_on = f"--resume goes on from {newest.name}; " if newest else ""
         raise ConfigError(
             f"the folder {folder} is not empty", f"{go_on}--overwrite removes the run in it and starts anew; another --output_dir keeps both."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_yaml(folder / CONFIG, settings | {"overwrite_output_dir": False})
 
 
 def _normal(argv: list[str]) -> list[str]:

@@ -41,6 +41,8 @@ class GPTConfig:
         for name in ("block_size", "layers", "heads", "width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}", "Use 1 or more.")
+        if self.block_size == 1:
+            raise ConfigError("block_size=1 leaves no next byte to predict", "Use 2 or more.")
         if self.width % self.heads:
             raise ConfigError(f"width={self.width} cannot be shared by heads={self.heads}", "Use a width that is a multiple of the heads.")
         if not 0.0 <= self.dropout < 1.0:
@@ -132,6 +134,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
         """`prompt` and `length` more bytes, drawn from the model's predictions with a random generator of its own."""
+        if not prompt:
+            raise ConfigError("the prompt is empty, and the model continues a text", "Give it at least one byte.")
         was_training, device = self.training, self.head.weight.device
         self.eval()
         generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ All three doors use this one. The order of a step:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
@@ -80,11 +81,14 @@ class StepEngine:
         """`loss` times the loss scale, in fp32 at least; the same tensor when there is no scaling."""
         if self._made_under is None or (self._made_under != self.scaling.scale and not self._in_flight()):
             self._made_under = self.scaling.scale
+        for optimizer, record in self._records.items():
+            if record.stepped:
+                record.forget()
+            elif record.verdict is not None and self._thrown_away(optimizer, record):
+                record.forget()
+                self._loss_spent = self._loss_spent or not any(g.any() for o in self._records for g in _gradients(o))
         if self._loss_spent:
             self._loss, self._loss_spent = None, False
-        for optimizer, record in self._records.items():
-            if record.stepped or (record.verdict is not None and self._thrown_away(optimizer, record)):
-                record.forget()
         if loss.numel() == 1:
             seen = loss.detach().float().reshape(())
             self._loss = seen if self._loss is None else self._loss + seen.to(self._loss.device)
@@ -109,7 +113,8 @@ class StepEngine:
     def clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of `parameters` to `max_norm`, unscaling those of known optimizers that hold them first.
 
-        Returns their norm before clipping, a scalar tensor, inf or NaN when a gradient is bad (nothing is changed then).
+        Returns their norm before clipping, a scalar tensor. When a gradient is bad nothing is changed, and the norm is that of
+        the bad ones: inf, NaN, or very large.
         """
         chosen = {id(p): p for p in parameters}
         owners = [o for o in self._records if any(id(p) in chosen for p in _parameters(o))]
@@ -123,9 +128,13 @@ class StepEngine:
                 "Call unscale_(optimizer) before clipping, or watch(optimizer) once after making it.",
             )
         for owner in owners:
-            record = self._records[owner]
-            if record.verdict is None and not record.stepped and _gradients(owner):
+            record, held = self._records[owner], _gradients(owner)
+            if record.stepped or not held:
+                continue
+            if record.verdict is None or self._stale(record, held):
                 self._unscale(owner, record)
+            else:
+                self._judged_again(owner, record, record.verdict)
         verdicts = [v for o in owners if (v := self._records[o].verdict)]
         bad = next((v for v in verdicts if not v.fit), None)
         if bad is not None:
@@ -133,6 +142,8 @@ class StepEngine:
         if norm_type == 2.0:
             fresh = len(owners) == 1 and bool(verdicts) and not self._records[owners[0]].clipped and self._records[owners[0]].judged(grads)
             total = torch.tensor(verdicts[0].norm) if fresh else numerics.norm([numerics.stored(g) for g in grads], grads[0].device)
+            if not math.isfinite(float(total)):  # no gradient is bad: only the squares overflowed
+                total = numerics.wide_norm([numerics.stored(g) for g in grads], grads[0].device).float()
             factor = numerics.clip_factor(float(total), max_norm)
             numerics.multiply_(grads, factor)
         else:
@@ -171,7 +182,8 @@ class StepEngine:
             raise StepOrderError(
                 "no loss was scaled before step(), so its gradients cannot be unscaled", "Call scale(loss).backward() instead of loss.backward()."
             )
-        verdict = self._judged_again(optimizer, record, record.verdict) if record.verdict else self._unscale(optimizer, record)
+        known = None if self._stale(record, _gradients(optimizer)) else record.verdict
+        verdict = self._judged_again(optimizer, record, known) if known else self._unscale(optimizer, record)
         if verdict.fit:
             optimizer.step()
         result = self._result(record, "applied" if verdict.fit else "overflow" if verdict.loss_finite else "nonfinite-loss")
@@ -227,6 +239,10 @@ class StepEngine:
         grads = _gradients(optimizer)
         return not grads or (not record.judged(grads) and not any(bool(g.any()) for g in grads))
 
+    def _stale(self, record: _Record, gradients: list[Tensor]) -> bool:
+        """Without scaling nobody need call scale(): other gradients than the bad ones that were judged are a new backward pass."""
+        return not self.scaling.active and record.verdict is not None and not record.verdict.fit and not record.judged(gradients)
+
     def _judged_again(self, optimizer: Optimizer, record: _Record, verdict: Verdict) -> Verdict:
         """The verdict on unscaled gradients, measured once more if somebody (a clip of the user's) changed them since."""
         grads = _gradients(optimizer)
@@ -234,7 +250,7 @@ class StepEngine:
             return verdict
         now = judge(grads, 1.0, self._loss, lambda i: self._name(optimizer, i))
         record.clipped = record.clipped or now.norm < verdict.norm
-        record.verdict = Verdict(now.fit, verdict.norm, now.loss_finite, now.culprits)
+        record.verdict = Verdict(now.fit, verdict.norm if now.fit else now.norm, now.loss_finite, now.culprits)
         return record.verdict
 
     def _result(self, record: _Record, reason: Reason) -> StepResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -42,7 +43,7 @@ def translate(settings: dict[str, Any]) -> dict[str, Any]:
         if new in result or (new != name and new in settings):
             raise ConfigError(f"{name} is the old name of {new}, and both were given", f"Leave {name} out.")
         if new != name:
-            warnings.warn(f"{name} is now called {new}; it is read as that", DeprecationWarning, stacklevel=4)
+            warnings.warn(f"{name} is now called {new}; it is read as that", DeprecationWarning, stacklevel=3)
         result[new] = value
     return result
 
@@ -139,6 +140,10 @@ class TrainingArguments:
     report_to: str | list[str] | None = "none"
 
     def __post_init__(self) -> None:
+        for name in ("output_dir", "resume_from_checkpoint", "precision"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike | Policy):
+                object.__setattr__(self, name, str(value))
         _check_types(self)
         _check_numbers(self)
         if self.warmup_steps and self.warmup_ratio:
@@ -170,10 +175,12 @@ def _check_types(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(f"{name}={value!r} is not known", suggest(str(value), get_args(hint)))
-        kind = next((t for t in (int, float, bool) if hint in (t, t | None)), None)
+        if name == "label_names" and not (value is None or (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value))):
+            raise ConfigError(f"label_names={value!r} is not a list of column names", "Write for example label_names=['labels'].")
+        kind = next((t for t in (int, float, bool, str) if hint in (t, t | None)), None)
         if kind is None or (value is None and hint != kind):
             continue
-        fits = isinstance(value, bool) if kind is bool else isinstance(value, (int, kind)) and not isinstance(value, bool)
+        fits = isinstance(value, (int, kind) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
         if not fits:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}", f"Give it a {kind.__name__}.")
 

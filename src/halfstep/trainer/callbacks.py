@@ -90,7 +90,7 @@ class Pace(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log, evaluate and save every so many applied steps, and at the last one."""
-        last = state.global_step >= state.max_steps
+        last = self._is_last(args, state)
         if args.logging_strategy == "steps" and (state.global_step % args.logging_steps == 0 or last):
             control.should_log = True
         if args.eval_strategy == "steps" and (state.global_step % args.steps_between_evaluations == 0 or last):
@@ -99,6 +99,16 @@ class Pace(TrainerCallback):
             control.should_save = True
         if last:
             control.should_training_stop = True
+
+    def on_step_skipped(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A run of epochs may end with a refused step: log and evaluate as at any other end."""
+        if self._is_last(args, state):
+            control.should_log = control.should_log or args.logging_strategy == "steps"
+            control.should_evaluate = control.should_evaluate or args.eval_strategy == "steps"
+
+    @staticmethod
+    def _is_last(args: TrainingArguments, state: TrainerState) -> bool:
+        return (state.global_step if args.max_steps > 0 else state.attempted) >= state.max_steps
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log, evaluate and save after each epoch."""

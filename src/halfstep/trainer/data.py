@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from halfstep.checkpoint import capture, restore
 from halfstep.errors import DataError, suggest
 
 LABELS = ("labels", "label", "label_ids")
@@ -47,6 +48,11 @@ def make_loader(dataset: Any, collate: Collator, *, batch_size: int, shuffle: bo
     It has a random generator of its own, so that starting it leaves torch's random state alone.
     """
     own = torch.Generator().manual_seed(seed)
+    if isinstance(dataset, Iterator):
+        raise DataError(
+            f"the dataset is a {type(dataset).__name__}, which is spent after one pass",
+            "Give a list, a Dataset, or an IterableDataset that starts anew each time.",
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, num_workers=workers, generator=own)
     if len(dataset) == 0:
@@ -60,8 +66,17 @@ def make_loader(dataset: Any, collate: Collator, *, batch_size: int, shuffle: bo
     return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, generator=own)
 
 
-def from_batch(loader: Any, epoch: int, start: int) -> Iterator[Any]:
-    """The batches of pass `epoch` over `loader` from number `start` on. One of ours skips without reading, another's is read past."""
+def is_ours(loader: Any) -> bool:
+    """Whether a loader was made by `make_loader` over a map-style dataset: its order needs no random state."""
+    return isinstance(getattr(loader, "batch_sampler", None), EpochBatches)
+
+
+def from_batch(loader: Any, epoch: int, start: int, random_at_epoch: dict[str, Any] | None = None) -> Iterator[Any]:
+    """The batches of pass `epoch` over `loader` from number `start` on.
+
+    One of our loaders skips without reading. Another's is started with the random states in which this pass began
+    (`random_at_epoch`), so that it shuffles as it did, and read past; the random states of now are then put back.
+    """
     batches = getattr(loader, "batch_sampler", None)
     if isinstance(batches, EpochBatches):
         batches.epoch, batches.start = epoch, start
@@ -69,10 +84,30 @@ def from_batch(loader: Any, epoch: int, start: int) -> Iterator[Any]:
         return iter(loader)
     if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
         loader.sampler.set_epoch(epoch)
+    if not start:
+        return iter(loader)
+    now = capture()
+    restore(random_at_epoch or now)
     iterator: Iterator[Any] = iter(loader)
     for _ in range(start):
         next(iterator, None)
+    restore(now)
     return iterator
+
+
+class EpochStart:
+    """The random states in which a pass over a loader of the user's began; goes into checkpoints. Empty for our own loaders."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random states."""
+        return self.states
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over saved random states."""
+        self.states = state
 
 
 def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
@@ -91,6 +126,8 @@ def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
         if isinstance(value, str) or value is None or (isinstance(value, list) and value and isinstance(value[0], str)):
             continue
         name = "labels" if key in LABELS else key
+        if any(key not in f for f in features):
+            raise DataError(f"some samples have a column {key!r} and others have none", "Give every sample of the dataset the same columns.")
         try:
             batch[name] = torch.stack([_tensor(f[key]) for f in features])
         except (RuntimeError, ValueError, TypeError) as error:

@@ -20,6 +20,10 @@ class TrainingInterrupted(KeyboardInterrupt):
         super().__init__(f"stopped at step {step}, {saved}{how}")
 
 
+class StopNow(Exception):  # noqa: N818  a signal between parts of the trainer, not an error
+    """Ctrl-C was pressed: leave what is going on and save."""
+
+
 class Interrupt:
     """While this block runs in the main thread, the first Ctrl-C only sets `requested`; a second one stops at once."""
 

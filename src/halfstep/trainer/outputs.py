@@ -74,8 +74,9 @@ def predictions_of(outputs: Any, ignore: tuple[str, ...]) -> Any:
     """What a model's outputs hold besides the loss: one tensor, or a tuple when there are several."""
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() else None
-    if isinstance(outputs, Mapping):
-        kept = [v for k, v in outputs.items() if k != "loss" and k not in ignore and isinstance(v, Tensor)]
+    if not isinstance(outputs, tuple | list):
+        named = outputs if isinstance(outputs, Mapping) else vars(outputs)
+        kept = [v for k, v in named.items() if k != "loss" and k not in ignore and isinstance(v, Tensor)]
     else:
         kept = [v for v in outputs if isinstance(v, Tensor) and v.dim()]
     return kept[0] if len(kept) == 1 else tuple(kept) if kept else None

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors.torch import save_model
+from torch import nn
 
 from halfstep import checkpoint
 from halfstep.errors import CheckpointError, ConfigError
@@ -35,24 +37,49 @@ class RunFolder:
         """Whether an earlier run left numbers or checkpoints here."""
         return self.metrics.exists() or bool(checkpoint.checkpoints(self.path))
 
-    def enter(self, args: TrainingArguments, resume: Path | None) -> None:
-        """Make the folder ready for a run, new or resumed.
+    def check(self, overwrite: bool) -> None:
+        """Refuse a folder that a new run cannot use: a file, or one that holds an earlier run that is not to be overwritten."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file, and a run needs a folder", "Name another output_dir.")
+        if self.holds_run() and not overwrite:
+            newest = checkpoint.latest(self.path)
+            go_on = f"trainer.train(resume_from_checkpoint=True) or --resume goes on from {newest.name}; " if newest else ""
+            raise ConfigError(
+                f"the folder {self.path} already holds a run",
+                f"{go_on}overwrite_output_dir=True or --overwrite starts anew and removes it; another output_dir keeps both.",
+            )
 
-        Raises ConfigError when an earlier run is here and the caller neither resumes nor overwrites it.
-        """
-        if resume is None and self.holds_run():
-            if not args.overwrite_output_dir:
-                newest = checkpoint.latest(self.path)
-                go_on = f"trainer.train(resume_from_checkpoint=True) or --resume goes on from {newest.name}; " if newest else ""
-                raise ConfigError(
-                    f"the folder {self.path} already holds a run",
-                    f"{go_on}overwrite_output_dir=True or --overwrite starts anew and removes it; another output_dir keeps both.",
-                )
+    def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
+        """Make the folder ready for a new run. Called when nothing can be refused any more."""
+        if overwrite:
             self.clear()
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._open(settings)
+
+    def go_on(self, settings: dict[str, Any], folder: Path, history: list[dict[str, Any]]) -> None:
+        """Make the folder ready for a run that goes on from the checkpoint `folder`, at which the log was `history`.
+
+        Lines and checkpoints that an interrupted run wrote after it belong to steps that are given up: the lines are
+        dropped, the checkpoints renamed to given-up-checkpoint-STEP.
+        """
+        self._open(settings)
+        partial = self.metrics.with_suffix(".partial")
+        partial.write_text("".join(as_line(record) for record in history))
+        os.replace(partial, self.metrics)
+        own = checkpoint.checkpoints(self.path)
+        if folder.resolve() in [c.resolve() for c in own]:
+            step = [c.resolve() for c in own].index(folder.resolve())
+            for later in own[step + 1 :]:
+                aside = later.with_name(f"given-up-{later.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                later.rename(aside)
+
+    def _open(self, settings: dict[str, Any]) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_yaml(self.path / CONFIG, settings)
+        except OSError as error:
+            raise ConfigError(f"the run folder {self.path} cannot be written: {error.strerror}", "Name another output_dir.") from error
         self.entered = True
-        if not (self.path / CONFIG).exists():
-            write_yaml(self.path / CONFIG, args.to_dict())
 
     def clear(self) -> None:
         """Remove what a run writes, and nothing else."""
@@ -70,16 +97,15 @@ class RunFolder:
             raise CheckpointError(f"{self.path} holds no checkpoint to resume from", "Start without resuming, or name another output_dir.")
         return newest
 
-    def rewind(self, history: list[dict[str, Any]]) -> None:
-        """Make metrics.jsonl what it was at a checkpoint: lines that an interrupted run wrote after it are dropped."""
-        partial = self.metrics.with_suffix(".partial")
-        partial.write_text("".join(as_line(record) for record in history))
-        os.replace(partial, self.metrics)
-
     def append(self, record: dict[str, Any]) -> None:
-        """Add one record to metrics.jsonl."""
-        with self.metrics.open("a") as file:
-            file.write(as_line(record))
+        """Add one record to metrics.jsonl. Raises CheckpointError when the disk does not take it."""
+        try:
+            with self.metrics.open("a") as file:
+                file.write(as_line(record))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.metrics} could not be written: {error.strerror}", "Free some space, then resume from the last checkpoint."
+            ) from error
 
     def keep_newest(self, limit: int | None) -> None:
         """Remove all but the `limit` newest checkpoints."""
@@ -97,6 +123,16 @@ class MetricsWriter(TrainerCallback):
         """Append the newest record; an evaluation before the first train() belongs to no run and is not written."""
         if self.run.entered:
             self.run.append(state.log_history[-1])
+
+
+def write_model(model: nn.Module, folder: Path) -> None:
+    """Write the model alone into `folder`: by its own `save_pretrained` where it has one, else as model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own: Any = getattr(model, "save_pretrained", None)
+    if own is not None:
+        own(folder)
+    else:
+        save_model(model, str(folder / "model.safetensors"))
 
 
 def as_line(record: dict[str, Any]) -> str:

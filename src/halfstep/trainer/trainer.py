@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from halfstep.accelerator import Accelerator, to_device
-from halfstep.checkpoint import seed_everything
+from halfstep.checkpoint import capture, seed_everything
 from halfstep.errors import ConfigError, DataError, DivergedError
 from halfstep.step import StepResult
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.build import make_optimizer, make_scheduler
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
-from halfstep.trainer.data import LABELS, Collator, ColumnFilter, count_inputs, default_data_collator, from_batch, make_loader
-from halfstep.trainer.interrupt import Interrupt, TrainingInterrupted
+from halfstep.trainer.data import LABELS, Collator, ColumnFilter, EpochStart, count_inputs, default_data_collator, from_batch, is_ours, make_loader
+from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import (
     EvalPrediction,
     LossFunction,
@@ -37,14 +35,8 @@ from halfstep.trainer.outputs import (
     predictions_of,
 )
 from halfstep.trainer.progress import ProgressCallback
-from halfstep.trainer.run import MetricsWriter, RunFolder
+from halfstep.trainer.run import MetricsWriter, RunFolder, write_model
 from halfstep.trainer.state import TrainerControl, TrainerState
-
-logger = logging.getLogger("halfstep")
-
-
-class _StopNow(Exception):  # noqa: N818  a signal inside this module, not an error
-    """Ctrl-C was pressed during an evaluation."""
 
 
 class Trainer:
@@ -94,7 +86,9 @@ class Trainer:
             self.callbacks.add(callback)
         self._interrupt = Interrupt()
         self._losses: list[Tensor] = []  # of the windows since the last log
-        self._last: StepResult | None = None
+        self._loader: Any = None  # of the training data
+        self._epoch_start = EpochStart()
+        self.settings = self.args.to_dict()  # what config.yaml gets
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
         self._wants_predictions = False
@@ -171,13 +165,17 @@ class Trainer:
         """
         wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
         checkpoint = self.run.find(wanted) if wanted else None
-        self.run.enter(self.args, checkpoint)
-        loader = self._set_up()
-        lengths = self.state.max_steps, self.state.num_train_epochs
-        if checkpoint is not None:
+        if checkpoint is None:
+            self.run.check(self.args.overwrite_output_dir)
+        self._loader = self._set_up()
+        if checkpoint is None:
+            self.run.begin(self.settings, self.args.overwrite_output_dir)
+        else:
+            lengths = self.state.max_steps, self.state.num_train_epochs
             self.accelerator.load_state(checkpoint)
             self.state.max_steps, self.state.num_train_epochs = lengths
-            self.run.rewind(self.state.log_history)
+            self._losses = [torch.tensor(loss, device=self.accelerator.device) for loss in self.state.pending_losses]
+            self.run.go_on(self.settings, checkpoint, self.state.log_history)
         begun = self.state.global_step
         total, counted = torch.zeros((), dtype=torch.float64), 0
         self._event("on_train_begin")
@@ -185,10 +183,10 @@ class Trainer:
             with self._interrupt:
                 if self.args.eval_on_start and self.state.attempted == 0:
                     self.evaluate()
-                for result in self._steps(loader):
+                for result in self._steps(self._loader):
                     if result.loss_tensor is not None:
                         total, counted = total.to(result.loss_tensor.device) + result.loss_tensor, counted + 1
-        except _StopNow:
+        except StopNow:
             self._interrupted()
         finally:
             self._event("on_train_end")
@@ -215,7 +213,7 @@ class Trainer:
         optimizer = self.create_optimizer()
         scheduler = self.create_scheduler(self.state.max_steps, optimizer)
         self.optimizer_in_use, self.scheduler_in_use = self.accelerator.prepare(optimizer, scheduler)
-        self.accelerator.register_for_checkpointing(self.state)
+        self.accelerator.register_for_checkpointing(self.state, self._epoch_start)
         return loader
 
     def _fresh_accelerator(self) -> Accelerator:
@@ -228,12 +226,14 @@ class Trainer:
         """Every step of the run, epoch by epoch, with its logging, evaluation and saving."""
         while not self._finished():
             self._event("on_epoch_begin")
-            batches = from_batch(loader, self.state.epoch_index, self.state.batches_in_epoch)
+            if self.state.batches_in_epoch == 0:
+                self._epoch_start.states = {} if is_ours(loader) else capture()
+            batches = from_batch(loader, self.state.epoch_index, self.state.batches_in_epoch, self._epoch_start.states)
             while window := list(itertools.islice(batches, self.args.gradient_accumulation_steps)):
                 yield self._step(window, loader)
                 self._act()
                 if self._interrupt.requested:
-                    raise _StopNow
+                    raise StopNow
                 if self._finished() or self.control.should_epoch_stop:
                     break
             if self.state.batches_in_epoch == 0:
@@ -264,7 +264,8 @@ class Trainer:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self._event("on_pre_optimizer_step")
         learning_rate = self.scheduler_in_use.get_last_lr()[0]
-        result = self._last = self._take_step()
+        result = self._take_step()
+        self.state.last_grad_norm = result.grad_norm
         if result.loss_tensor is not None:
             self._losses.append(result.loss_tensor)
         self.state.batches_in_epoch += len(window)
@@ -277,9 +278,9 @@ class Trainer:
         else:
             self.state.skipped_steps += 1
         self.optimizer_in_use.zero_grad()
-        self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
         if not result:
             self._log_skip(result)
+        self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
         return result
 
     def _take_step(self) -> StepResult:
@@ -322,20 +323,27 @@ class Trainer:
 
     def _act(self) -> None:
         """Do what the control asks for: log, evaluate, save. The switches are cleared."""
-        log, evaluate, save = self.control.should_log, self.control.should_evaluate, self.control.should_save
-        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
-        if log and self._losses:
-            losses, self._losses = torch.stack(self._losses), []
-            last = self._last or StepResult(False, "no-gradients")
-            rate = self.scheduler_in_use.get_last_lr()[0]
-            record = {"loss": float(losses.mean()), "grad_norm": last.grad_norm, "learning_rate": rate, "scale": last.next_scale}
-            self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
-        if evaluate:
+        if self.control.should_log:
+            self.control.should_log = False
+            self._log_window()
+        if self.control.should_evaluate:
+            self.control.should_evaluate = False
             self.evaluate()
-        if save:
+        if self.control.should_save:
+            self.control.should_save = False
             self._save()
 
+    def _log_window(self) -> None:
+        """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""
+        if not self._losses:
+            return
+        losses, self._losses = torch.stack(self._losses), []
+        rate, scale = self.scheduler_in_use.get_last_lr()[0], self.accelerator.scaler.get_scale()
+        record = {"loss": float(losses.mean()), "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
+        self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+
     def _save(self) -> Path:
+        self.state.pending_losses = [float(loss) for loss in self._losses]
         folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}")
         self.run.keep_newest(self.args.save_total_limit)
         self._event("on_save")
@@ -365,7 +373,7 @@ class Trainer:
         def after_batch() -> None:
             self._event("on_prediction_step")
             if self._interrupt.requested:
-                raise _StopNow
+                raise StopNow
 
         return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, after_batch)
 
@@ -377,19 +385,14 @@ class Trainer:
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model alone: by its own `save_pretrained` where it has one, else as model.safetensors."""
-        folder = Path(output_dir) if output_dir is not None else self.run.path
-        folder.mkdir(parents=True, exist_ok=True)
-        own: Any = getattr(self.model, "save_pretrained", None)
-        if own is not None:
-            own(folder)
-        else:
-            save_model(self.model, str(folder / "model.safetensors"))
+        write_model(self.model, Path(output_dir) if output_dir is not None else self.run.path)
 
     def _event(self, name: str, **kwargs: Any) -> None:
         about = {
             "model": self.model,
             "optimizer": getattr(self, "optimizer_in_use", None),
             "lr_scheduler": getattr(self, "scheduler_in_use", None),
+            "train_dataloader": self._loader,
             "resolution": self.accelerator.resolution,
             "device": self.accelerator.device,
         }

@@ -1,0 +1,85 @@
+"""`halfstep`, `halfstep doctor` and the help of every command."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from halfstep import __version__, doctor
+from halfstep.cli.main import COMMANDS, main
+from halfstep.cli.train import GROUPS
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
+def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert main(argv) == (0 if argv else 2)
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out and what in out for name, what in COMMANDS.items())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"halfstep {__version__}\n"
+
+
+def test_the_help_of_train_tells_every_option_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    names = [f.name for group in GROUPS for f in fields(group)]
+    assert [n for n in names if f"--{n}" not in out] == []
+    assert "--resume" in out
+    assert "--overwrite" in out
+    assert "micro-batches per optimizer step" in out, "the docstrings are the help"
+    assert "positions the model can look back on" in out
+
+
+def test_the_help_of_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--help"])
+    assert stop.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_doctor_says_what_the_device_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu"]) == 0
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    facts = doctor("cpu").capabilities
+    for name in ("fp32", "bf16", "fp16"):
+        assert rows[name] == ("native" if name in facts.native else "emulated")
+    assert rows["tf32"] == "not on this device"
+    assert rows["advice"].startswith(("fp32: ", "bf16-mixed: ", "fp16-mixed: "))
+    assert "torch" in rows["versions"]
+
+
+def test_doctor_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--device", "cpu"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == json.loads(json.dumps(doctor("cpu").as_dict()))
+    assert facts["device"] == "cpu"
+    assert set(facts["native"]) | set(facts["emulated"]) == {"fp32", "bf16", "fp16"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu", "nonsense"])
+def test_a_device_that_is_not_there_is_explained(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    import torch
+
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    assert main(["doctor", "--device", device]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("halfstep: ConfigError: ")
+    assert device in err
+    assert "Use " in err
+
+
+def test_ctrl_c_outside_a_run_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import halfstep.cli.doctor
+
+    def stopped(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(halfstep.cli.doctor, "main", stopped)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "halfstep: stopped\n"
