@@ -19,6 +19,8 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]"]  # token ids 0, 1 and 2
 WORDS = 2000  # words in the vocabulary
 OLD_TESTAMENT = 39  # of the 66 books
 
+torch.set_num_threads(1)  # the model is too small to gain from more, and on a busy machine they would wait for each other
+
 
 def read_verses():
     """A dict of text to label, in the order of the Bible. A verse that occurs twice is there once."""

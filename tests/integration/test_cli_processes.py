@@ -12,7 +12,7 @@ import pytest
 from halfstep.checkpoint import latest
 from halfstep.cli.main import main
 
-STEPS = 24
+STEPS = 40
 OPTIONS = "--text text --layers 1 --width 16 --heads 2 --block_size 16 --dropout 0.1 --use_cpu --per_device_train_batch_size 4 --eval_on_start false "
 OPTIONS += f"--eval_strategy steps --eval_steps {STEPS} --max_steps {STEPS} --warmup_steps 4 --logging_steps 1 --save_steps 6 --sample_length 4"
 PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed,scale_window=3"]

@@ -78,7 +78,7 @@ def original() -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in save(Path(place) / "checkpoint-10", PARTS, ABOUT).iterdir()}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", FILES)
 def test_one_flipped_bit_anywhere_in_a_file_is_refused(original: dict[str, bytes], name: str, data: st.DataObject) -> None:

@@ -232,6 +232,26 @@ def test_wherever_a_save_is_killed_the_older_or_the_newer_checkpoint_is_whole(tm
     assert not lost
 
 
+@pytest.mark.parametrize("look", [lambda run: latest(run), lambda run: checkpoints(run), lambda run: read_manifest(run / "checkpoint-1")])
+def test_somebody_who_looks_while_a_checkpoint_is_replaced_does_not_disturb_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Path], object]
+) -> None:
+    """Another process may list a run at any moment, between the two renames too."""
+    for after in range(3):
+        target = save(tmp_path / str(after) / "checkpoint-1", PARTS)
+        with monkeypatch.context() as patch:
+            act = Stop(patch.setattr, "rename", after, lambda run=target.parent: look_at(look, run))
+            save(target, changed(1.0))
+        assert is_parts(load(target).parts, 1.0)
+        assert [p.name for p in target.parent.iterdir()] == ["checkpoint-1"]
+    assert not act.fired, "the last round had no call left to stop at"
+
+
+def look_at(look: Callable[[Path], object], run: Path) -> None:
+    with contextlib.suppress(CheckpointError):  # between the renames there may be nothing to read
+        look(run)
+
+
 # --- the list of checkpoints ----------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from halfstep.cli.main import main
@@ -129,6 +130,18 @@ def test_a_default_of_the_demo_does_not_contradict_what_is_asked_for(argv: list[
 )
 def test_a_precision_on_the_command_line_wins_however_it_is_spelled(config: dict, argv: list[str], policy: str) -> None:
     assert str(arguments(write("c.yaml", **config), *argv).policy) == policy
+
+
+@pytest.mark.parametrize("argv", [["--eval_strategy", "no"], ["--lr_scheduler_type", "constant"], ["--warmup_ratio", "0.1"]])
+def test_the_command_line_wins_over_the_noted_settings_of_a_run_whole(argv: list[str]) -> None:
+    """A run's config.yaml has every setting in it, those too that what is asked for now makes void."""
+    from halfstep.trainer.build import make_optimizer, make_scheduler
+
+    noted = write("c.yaml", **configure([])[0] | {"output_dir": ""})
+    args = arguments(noted, *argv)
+    model = torch.nn.Linear(2, 2)
+    make_scheduler(make_optimizer(model, args), args, 10)
+    assert str(getattr(args, argv[0][2:])) == argv[1]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------

@@ -204,6 +204,18 @@ def test_a_truncated_checkpoint_is_refused_and_an_older_one_can_be_named(halfste
     assert load_file("run/checkpoint-6/model.safetensors")
 
 
+def test_a_checkpoint_that_is_named_is_gone_on_from_in_its_own_run(halfstep) -> None:
+    halfstep("train --precision fp32 --seed 1 " + TINY)
+    halfstep("train --precision fp32 --seed 2 " + TINY)
+    before = files("runs/002-fp32")
+    status, out, _ = halfstep("train --resume_from_checkpoint runs/001-fp32/checkpoint-4")
+    assert status == 0
+    assert "run folder: runs/001-fp32" in out
+    assert files("runs/002-fp32") == before
+    assert yaml.safe_load(Path("runs/001-fp32/config.yaml").read_text())["seed"] == 1
+    assert steps("runs/001-fp32") == [2, 4, 6]
+
+
 def test_a_loss_that_is_never_finite_ends_the_run_with_1(halfstep) -> None:
     status, _, err = halfstep(
         "train " + TINY + "--learning_rate 1e30 --weight_decay 0 --max_steps 60 --max_bad_steps 3 --max_grad_norm 0 --warmup_steps 0"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,27 @@ def test_overwriting_removes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     assert (run / "data" / "checkpoint-1").exists()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.5
+
+
+def test_overwriting_removes_what_killed_and_given_up_steps_left_too(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer(run).train()
+    trainer(run).train(resume_from_checkpoint=run / "checkpoint-2")
+    shutil.copytree(run / "checkpoint-6", run / ".checkpoint-8.partial")
+    trainer(run, max_steps=1, overwrite_output_dir=True).train()
+    assert names(run) == ["checkpoint-1", "config.yaml", "metrics.jsonl"]
+
+
+def test_going_on_from_another_runs_checkpoint_does_not_write_over_the_run_that_is_here(tmp_path: Path) -> None:
+    trainer(tmp_path / "one").train()
+    trainer(tmp_path / "two").train()
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match="two already holds a run"):
+        trainer(tmp_path / "two").train(resume_from_checkpoint=tmp_path / "one" / "checkpoint-4")
+    assert files(tmp_path) == before
+    trainer(tmp_path / "three").train(resume_from_checkpoint=tmp_path / "one" / "checkpoint-4")
+    assert names(tmp_path / "three") == ["checkpoint-6", "config.yaml", "metrics.jsonl"]
+    assert {k: v for k, v in files(tmp_path).items() if not k.startswith("three")} == before
 
 
 def test_overwriting_an_empty_place_is_no_error(tmp_path: Path) -> None:
