@@ -44,7 +44,8 @@ __all__ = [*_WHERE, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+        hint = f"; it is halfstep.amp.{name}" if name in ("autocast", "GradScaler") else ""
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}{hint}")
     home = _WHERE[name]
     value = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"halfstep.{name}")
     globals()[name] = value

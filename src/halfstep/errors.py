@@ -60,6 +60,13 @@ class MissingExtraError(HalfstepError, ImportError):
     """An optional package is needed for this feature."""
 
 
+def refuse_unknown(who: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for the first of the `unknown` arguments of `who`, with the nearest of the `known` ones."""
+    names = [name for name in known if name not in ("self", "unknown")]
+    for name in unknown:
+        raise ConfigError(f"{who} has no argument {name!r}", suggest(name, names))
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Remedy for an unknown `word`: the nearest of `known` names, or all of them when none is near."""
     names = sorted(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +18,7 @@ from halfstep import checkpoint
 from halfstep.accelerator.facts import kinds_of, model_facts, refuse_state
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer, PreparedScheduler
 from halfstep.amp import GradScaler, backward_context, bind, bound_policy, forward_context
-from halfstep.errors import ConfigError, StepOrderError, suggest
+from halfstep.errors import ConfigError, StepOrderError, refuse_unknown
 from halfstep.hardware import default_device, probe, processes
 from halfstep.policy import Policy, Resolution, from_flags, resolve
 from halfstep.step import StepResult
@@ -49,11 +50,7 @@ class Accelerator:
         patience: int = 50,
         **unknown: Any,
     ) -> None:
-        for name in unknown:
-            raise ConfigError(
-                f"Accelerator has no argument {name!r}",
-                suggest(name, ("mixed_precision", "precision", "cpu", "gradient_accumulation_steps", "patience")),
-            )
+        refuse_unknown("Accelerator", unknown, inspect.signature(Accelerator.__init__).parameters)
         if processes() > 1:
             raise ConfigError(
                 f"the launcher started {processes()} processes, and this version of halfstep trains in one: each would train alone",
@@ -211,6 +208,13 @@ class Accelerator:
         """The user's own module: what a compiled one was made from, else the module itself."""
         inner = getattr(model, "_orig_mod", model)
         return inner if isinstance(inner, nn.Module) else model
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """`values` as they are: there is one process, and prepared loaders pad nothing."""
+        return values
+
+    def wait_for_everyone(self) -> None:
+        """Return at once: there is one process."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once and not once per process."""

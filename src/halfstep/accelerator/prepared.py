@@ -73,6 +73,11 @@ class PreparedOptimizer(Optimizer):
         self.applied += self.last_step.applied
         return self.last_step
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was refused (a micro-batch inside a window is not)."""
+        return self.last_step is not None and self.last_step.reason not in ("applied", "accumulating", "no-gradients")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; nothing inside an accumulation window."""
         if self.stepper.sync_gradients:

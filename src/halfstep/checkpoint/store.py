@@ -82,11 +82,21 @@ def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
 
 
-def _recover(target: Path) -> None:
-    """Give an older checkpoint its name back when a save was killed between moving it away and putting the new one there."""
+def _standing(target: Path) -> Path:
+    """`target`, or the older checkpoint that a save, going on or killed, has moved aside and not yet replaced.
+
+    Readers only look: moving it back would break a save that is going on.
+    """
     old = _beside(target, "old")
-    if (old / MANIFEST).exists() and _beside(target, "partial").exists() and not target.exists():
-        old.rename(target)
+    moved = not target.exists() and (old / MANIFEST).exists() and _beside(target, "partial").exists()
+    return old if moved else target
+
+
+def _recover(target: Path) -> None:
+    """Give an older checkpoint its name back when a save ended between moving it away and putting the new one there."""
+    standing = _standing(target)
+    if standing != target:
+        standing.rename(target)
 
 
 def load(folder: str | Path) -> Loaded:
@@ -94,7 +104,7 @@ def load(folder: str | Path) -> Loaded:
 
     Raises CheckpointError for a folder that is missing, foreign, truncated or altered.
     """
-    source = Path(folder)
+    source = _standing(Path(folder))
     manifest = read_manifest(source)
     for name, facts in manifest.files.items():
         path = source / name
@@ -113,7 +123,6 @@ def load(folder: str | Path) -> Loaded:
 
 def read_manifest(source: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CheckpointError when there is none or it is not readable."""
-    _recover(source.absolute())
     path = source / MANIFEST
     if not path.exists():
         what = "holds no manifest, so it is not a whole checkpoint" if source.exists() else "does not exist"
@@ -128,9 +137,9 @@ def read_manifest(source: Path) -> Manifest:
 def checkpoints(run: str | Path) -> list[Path]:
     """The checkpoint folders of a run, `checkpoint-STEP`, oldest first. Unfinished ones have other names and are left out."""
     folder = Path(run)
-    for old in folder.glob(".checkpoint-*.old"):
-        _recover(folder / old.name.removeprefix(".").removesuffix(".old"))
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name))] if folder.is_dir() else []
+    names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    names |= {n.removeprefix(".").removesuffix(".old") for n in names if n.endswith(".old")}
+    found = [(int(m[1]), p) for n in names if (m := NAME.fullmatch(n)) and (p := _standing(folder / n)).exists()]
     return [p for _, p in sorted(found)]
 
 

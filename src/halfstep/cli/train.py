@@ -145,7 +145,8 @@ def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
         given = made.parse_args(line)
         resume, base = bool(given.resume or given.resume_from_checkpoint), dict[str, Any]()
         if resume:
-            folder = Path(given.output_dir) if given.output_dir else _newest_run()
+            named_run = Path(given.resume_from_checkpoint).parent if given.resume_from_checkpoint else None
+            folder = Path(given.output_dir) if given.output_dir else named_run or _newest_run()
             if (folder / CONFIG).exists():
                 base = _read(folder / CONFIG)
             base["output_dir"] = str(folder)
@@ -159,19 +160,28 @@ def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
         raise ConfigError(str(error), "halfstep train --help lists the options.") from error
     settings = {k: v for k, v in chosen.as_dict().items() if k not in ("config", "resume", "overwrite")}
     settings["overwrite_output_dir"] = chosen.overwrite or chosen.overwrite_output_dir
-    _yield_defaults(settings, named | set(base))
+    _yield_defaults(settings, named, set(base))
     if not settings["output_dir"]:
         settings["output_dir"] = str(_new_run(TrainingArguments(**_fields_of(TrainingArguments, settings)).policy.preset))
     return settings, resume
 
 
-def _yield_defaults(settings: dict[str, Any], named: set[str]) -> None:
-    """Defaults of the demo give way where they would contradict what was asked for."""
+def _yield_defaults(settings: dict[str, Any], line: set[str], noted: set[str]) -> None:
+    """Settings give way where they would contradict stronger ones: the command line's, then a configuration's, then the demo's defaults.
+
+    line, noted: names of the options on the command line and in configurations. A configuration that contradicts itself is refused later.
+    """
+
+    def weaker(name: str, than: str) -> bool:
+        return name not in line and (than in line or name not in noted)
+
     if not (settings["precision"] or settings["fp16"] or settings["bf16"] or settings["tf32"]):
         settings["precision"] = "bf16-mixed"
-    if settings["eval_strategy"] != "steps" and "eval_steps" not in named:
+    if settings["eval_strategy"] != "steps" and weaker("eval_steps", "eval_strategy"):
         settings["eval_steps"] = None
-    if "warmup_steps" not in named and ("warmup_ratio" in named or settings["lr_scheduler_type"] == "constant"):
+    if settings["lr_scheduler_type"] == "constant" and weaker("warmup_steps", "lr_scheduler_type"):
+        settings["warmup_steps"] = 0
+    if settings["warmup_ratio"] and weaker("warmup_steps", "warmup_ratio"):
         settings["warmup_steps"] = 0
 
 

@@ -182,8 +182,10 @@ def _check_types(args: TrainingArguments) -> None:
             continue
         fits = isinstance(value, (int, kind) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
         if not fits:
-            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}", f"Give it a {kind.__name__}.")
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}", f"Give it {ARTICLES[kind]}.")
 
+
+ARTICLES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
 
 AT_LEAST = {
     "per_device_train_batch_size": 1,

@@ -95,16 +95,17 @@ class Pace(TrainerCallback):
             control.should_log = True
         if args.eval_strategy == "steps" and (state.global_step % args.steps_between_evaluations == 0 or last):
             control.should_evaluate = True
-        if args.save_strategy == "steps" and state.global_step % args.save_steps == 0:
+        if args.save_strategy == "steps" and (state.global_step % args.save_steps == 0 or last):
             control.should_save = True
         if last:
             control.should_training_stop = True
 
     def on_step_skipped(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A run of epochs may end with a refused step: log and evaluate as at any other end."""
+        """A run of epochs may end with a refused step: log, evaluate and save as at any other end."""
         if self._is_last(args, state):
             control.should_log = control.should_log or args.logging_strategy == "steps"
             control.should_evaluate = control.should_evaluate or args.eval_strategy == "steps"
+            control.should_save = control.should_save or args.save_strategy == "steps"
 
     @staticmethod
     def _is_last(args: TrainingArguments, state: TrainerState) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,6 +121,18 @@ def check_labels(model: nn.Module, labels: Any) -> None:
     used = labels[labels != -100]
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < classes:
         raise out_of_range(labels, f"the model has {classes} classes, 0 to {classes - 1}")
+
+
+@contextmanager
+def explained(inputs: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[None]:
+    """A block in which torch's error about a class out of bounds is told in terms of the labels in `inputs`."""
+    try:
+        yield
+    except IndexError as error:
+        labels = next((v for k, v in inputs.items() if k in names and isinstance(v, Tensor)), None)
+        if labels is None or labels.is_floating_point() or "out of bounds" not in str(error):
+            raise
+        raise out_of_range(labels, f"the loss has no such class ({error})") from error
 
 
 def out_of_range(labels: Tensor, allowed: str) -> DataError:

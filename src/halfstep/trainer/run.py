@@ -37,6 +37,10 @@ class RunFolder:
         """Whether an earlier run left numbers or checkpoints here."""
         return self.metrics.exists() or bool(checkpoint.checkpoints(self.path))
 
+    def owns(self, folder: Path) -> bool:
+        """Whether a checkpoint folder is one of this run's."""
+        return folder.resolve().parent == self.path.resolve()
+
     def check(self, overwrite: bool) -> None:
         """Refuse a folder that a new run cannot use: a file, or one that holds an earlier run that is not to be overwritten."""
         if self.path.exists() and not self.path.is_dir():
@@ -83,8 +87,8 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run writes, and nothing else."""
-        for folder in checkpoint.checkpoints(self.path):
-            shutil.rmtree(folder)
+        for folder in [*checkpoint.checkpoints(self.path), *self._leavings()]:
+            shutil.rmtree(folder, ignore_errors=True)
         for name in (METRICS, CONFIG):
             (self.path / name).unlink(missing_ok=True)
 
@@ -108,9 +112,15 @@ class RunFolder:
             ) from error
 
     def keep_newest(self, limit: int | None) -> None:
-        """Remove all but the `limit` newest checkpoints."""
-        for folder in checkpoint.checkpoints(self.path)[: -limit if limit else 0]:
-            shutil.rmtree(folder)
+        """Remove all but the `limit` newest checkpoints, and then those that were given up, too."""
+        if limit is not None:
+            for folder in [*checkpoint.checkpoints(self.path)[:-limit], *self.path.glob("given-up-checkpoint-*")]:
+                shutil.rmtree(folder)
+
+    def _leavings(self) -> list[Path]:
+        """What killed saves and given-up steps left behind."""
+        patterns = ("given-up-checkpoint-*", ".checkpoint-*.partial", ".checkpoint-*.old")
+        return [p for pattern in patterns for p in self.path.glob(pattern)]
 
 
 class MetricsWriter(TrainerCallback):

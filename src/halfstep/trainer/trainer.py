@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from halfstep.accelerator import Accelerator, to_device
 from halfstep.checkpoint import capture, seed_everything
-from halfstep.errors import ConfigError, DataError, DivergedError
+from halfstep.errors import ConfigError, DataError, DivergedError, refuse_unknown
 from halfstep.step import StepResult
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.build import make_optimizer, make_scheduler
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
-from halfstep.trainer.data import LABELS, Collator, ColumnFilter, EpochStart, count_inputs, default_data_collator, from_batch, is_ours, make_loader
+from halfstep.trainer.data import Collator, ColumnFilter, EpochStart, count_inputs, default_data_collator, from_batch, is_ours, make_loader
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import (
     EvalPrediction,
@@ -30,8 +31,8 @@ from halfstep.trainer.outputs import (
     TrainOutput,
     accepts,
     check_labels,
+    explained,
     loss_of,
-    out_of_range,
     predictions_of,
 )
 from halfstep.trainer.progress import ProgressCallback
@@ -62,9 +63,11 @@ class Trainer:
         *,
         compute_loss_func: LossFunction | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[Optimizer | None, Any] = (None, None),
+        **unknown: Any,
     ) -> None:
+        refuse_unknown("Trainer", unknown, inspect.signature(Trainer.__init__).parameters)
         self.args = args if args is not None else TrainingArguments()
         seed_everything(self.args.seed)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -82,12 +85,13 @@ class Trainer:
         self.callbacks = CallbackList([Pace(), MetricsWriter(self.run)])
         if not self.args.disable_tqdm:
             self.callbacks.add(ProgressCallback())
-        for callback in callbacks:
+        for callback in callbacks or ():
             self.callbacks.add(callback)
         self._interrupt = Interrupt()
         self._losses: list[Tensor] = []  # of the windows since the last log
         self._loader: Any = None  # of the training data
         self._epoch_start = EpochStart()
+        self._saved_at: int | None = None  # the step of the last checkpoint
         self.settings = self.args.to_dict()  # what config.yaml gets
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
@@ -139,8 +143,8 @@ class Trainer:
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch of a window; returns its loss."""
         model.train()
-        with self.accelerator.autocast():
-            loss = self._guarded_loss(model, inputs)
+        with self.accelerator.autocast(), explained(inputs, self.label_names):
+            loss = self.compute_loss(model, inputs)
         self.accelerator.backward(loss / self._window)
         detached: Tensor = loss.detach()
         return detached
@@ -148,9 +152,9 @@ class Trainer:
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor | None, Any, Any]:
         """(loss, predictions, labels) of one evaluation batch; loss is None when the batch has no labels and the model gives none."""
         labels = [inputs[k] for k in self.label_names if k in inputs]
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), explained(inputs, self.label_names):
             if labels or self.compute_loss_func is not None:
-                loss, outputs = self._guarded_loss(model, inputs, return_outputs=True)
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
             else:
                 outputs = model(**inputs)
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
@@ -165,7 +169,7 @@ class Trainer:
         """
         wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
         checkpoint = self.run.find(wanted) if wanted else None
-        if checkpoint is None:
+        if checkpoint is None or not self.run.owns(checkpoint):
             self.run.check(self.args.overwrite_output_dir)
         self._loader = self._set_up()
         if checkpoint is None:
@@ -186,12 +190,12 @@ class Trainer:
                 for result in self._steps(self._loader):
                     if result.loss_tensor is not None:
                         total, counted = total.to(result.loss_tensor.device) + result.loss_tensor, counted + 1
+            if self.args.save_strategy != "no" and self.state.global_step not in (begun, self._saved_at):
+                self._save()
         except StopNow:
             self._interrupted()
         finally:
             self._event("on_train_end")
-        if self.args.save_strategy != "no" and self.state.global_step > begun:
-            self._save()
         mean = float(total) / counted if counted else math.nan
         return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
 
@@ -311,16 +315,6 @@ class Trainer:
         moved = to_device(batch, self.accelerator.device)
         return dict(moved)
 
-    def _guarded_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
-        """compute_loss, with torch's error about a class out of bounds told in terms of the data."""
-        try:
-            return self.compute_loss(model, inputs, return_outputs=True) if return_outputs else self.compute_loss(model, inputs)
-        except IndexError as error:
-            labels = next((inputs[k] for k in (*self.label_names, *LABELS) if isinstance(inputs.get(k), Tensor)), None)
-            if labels is None or labels.is_floating_point() or "out of bounds" not in str(error):
-                raise
-            raise out_of_range(labels, f"the loss has no such class ({error})") from error
-
     def _act(self) -> None:
         """Do what the control asks for: log, evaluate, save. The switches are cleared."""
         if self.control.should_log:
@@ -345,6 +339,7 @@ class Trainer:
     def _save(self) -> Path:
         self.state.pending_losses = [float(loss) for loss in self._losses]
         folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}")
+        self._saved_at = self.state.global_step
         self.run.keep_newest(self.args.save_total_limit)
         self._event("on_save")
         return folder
