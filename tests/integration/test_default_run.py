@@ -51,7 +51,7 @@ def test_the_three_precisions_end_within_3_percent_of_each_other(runs: dict[str,
 def test_it_shows_what_it_does(runs: dict[str, tuple[Path, str]], precision: str) -> None:
     run, out = runs[precision]
     assert f"precision {precision} on " in out
-    assert re.search(r"step 20/\d+  loss [\d.]+  lr [\d.e-]+  scale \d+  [\d,]+ tokens/s  [\d,]+ MiB  eta \d+:\d\d", out)
+    assert re.search(r"step 40/\d+  loss [\d.]+  lr [\d.e-]+  scale \d+  [\d,]+ tokens/s  [\d,]+ MiB  eta \d+:\d\d", out)
     assert re.search(r"evaluation loss [\d.]+ before, [\d.]+ after", out)
     assert "sample:\nThe " in out
     assert f"run folder: {run}" in out

@@ -24,19 +24,19 @@ from halfstep.trainer.run import CONFIG
 RUNS = Path("runs")
 DEFAULTS: dict[str, Any] = {
     "output_dir": "",
-    "per_device_train_batch_size": 16,
-    "per_device_eval_batch_size": 32,
-    "max_steps": 300,
-    "learning_rate": 2e-3,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 64,
+    "max_steps": 1000,
+    "learning_rate": 3e-3,
     "weight_decay": 0.1,
     "adam_beta2": 0.99,
     "lr_scheduler_type": "cosine",
-    "warmup_steps": 30,
-    "logging_steps": 20,
+    "warmup_steps": 40,
+    "logging_steps": 40,
     "eval_strategy": "steps",
-    "eval_steps": 150,
+    "eval_steps": 500,
     "eval_on_start": True,
-    "save_steps": 100,
+    "save_steps": 250,
     "save_total_limit": 3,
 }
 

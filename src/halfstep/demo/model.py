@@ -31,7 +31,7 @@ class GPTConfig:
         dropout: share of activations dropped while training.
     """
 
-    block_size: int = 128
+    block_size: int = 64
     layers: int = 4
     heads: int = 4
     width: int = 128
