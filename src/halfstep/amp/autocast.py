@@ -74,24 +74,48 @@ class autocast:  # noqa: N801  the name of torch's
 
 
 class Fp32Products:
-    """Sets torch's switch for fp32 products on the GPU (tf32 or exact) inside a block, and puts it back.
+    """Sets torch's switches for fp32 products on the GPU (tf32 or exact) inside a block, and puts them back.
 
-    The switch is global to the process: a block holds it only while it runs, forward and backward each.
+    The switches are global to the process: a block holds them only while it runs, forward and backward each. They are set
+    by torch's older names, which keep the newer ones in agreement (torch raises errors where the two disagree).
     """
 
     def __init__(self, tf32: bool) -> None:
-        self.value = "tf32" if tf32 else "ieee"
-        self._before: list[tuple[str, str]] = []
+        self.tf32 = tf32
+        self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Fp32Products:
-        matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]  # set up at run time
-        self._before.append((matmul.fp32_precision, conv.fp32_precision))
-        matmul.fp32_precision = conv.fp32_precision = self.value
+        self._undo.append(_switches())
+        _set("high" if self.tf32 else "highest", self.tf32)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-        matmul.fp32_precision, conv.fp32_precision = self._before.pop()
+        self._undo.pop()()
+
+
+def _set(matmul: str, cudnn: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def _switches() -> Callable[[], None]:
+    """What puts the switches back to where they are now: by the older names where they can be read, then each newer one that still differs."""
+    backends: Any = torch.backends
+    parts = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    before = [part.fp32_precision for part in parts]
+    try:
+        older = functools.partial(_set, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # the user has set the newer names to what the older ones cannot say
+        older = None
+
+    def restore() -> None:
+        if older is not None:
+            older()
+        for part, value in zip(parts, before, strict=True):
+            if part.fp32_precision != value and {part.fp32_precision, value} != {"none", "ieee"}:  # two words for the same
+                part.fp32_precision = value
+
+    return restore
 
 
 def forward_context(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
