@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from halfstep import checkpoint
 from halfstep.accelerator.facts import kinds_of, model_facts, refuse_state
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer, PreparedScheduler
-from halfstep.amp import GradScaler, backward_context, bind, bound_policy, forward_context
+from halfstep.amp import Binding, GradScaler, backward_context, bind, bound_policy, forward_context
 from halfstep.errors import ConfigError, StepOrderError, refuse_unknown
 from halfstep.hardware import default_device, probe, processes
 from halfstep.policy import Policy, Resolution, from_flags, resolve
@@ -56,8 +56,9 @@ class Accelerator:
                 f"the launcher started {processes()} processes, and this version of halfstep trains in one: each would train alone",
                 "Start one process.",
             )
-        if gradient_accumulation_steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps={gradient_accumulation_steps}", "Use 1 or more.")
+        for name, count in (("gradient_accumulation_steps", gradient_accumulation_steps), ("patience", patience)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ConfigError(f"{name}={count!r}", "Use a whole number of 1 or more.")
         self.device = default_device(cpu)
         self.resolution: Resolution = resolve(from_flags(precision=precision, mixed_precision=mixed_precision), probe(self.device))
         self.policy = self.resolution.policy
@@ -65,9 +66,12 @@ class Accelerator:
         self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience)
         self.sync_gradients = True
         self.last_step: StepResult | None = None
+        self._held = False  # gradients of the window at hand were made and not stepped with
+        self._opening = False  # inside `accumulate`, before its backward pass
         self._micro_batches = 0  # since the end of the last window
         self._short: int | None = None  # micro-batches of a window that ends early, until its last backward pass
         self._models: list[nn.Module] = []
+        self._bindings: dict[int, Binding] = {}
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
@@ -120,12 +124,13 @@ class Accelerator:
         already = bound_policy(model)
         if already is not None and already != self.policy:
             raise ConfigError(
-                f"this model is already prepared under {already}, and the accelerator has {self.policy}", "Prepare a copy, or use one accelerator."
+                f"this model is already prepared under {already}, and the accelerator has {self.policy}",
+                "Call unwrap_model(model, keep_fp32_wrapper=False) on the accelerator that prepared it, or load the model anew.",
             )
         self.resolution = resolve(self.policy, self.resolution.device, model_facts(model))
         model.to(self.device)
         if already is None:
-            bind(model, self.policy, self.device)
+            self._bindings[id(model)] = bind(model, self.policy, self.device)
             logger.info("%s", self.resolution)
         self.scaler.name_parameters(model.named_parameters())
         if model not in self._models:
@@ -134,6 +139,11 @@ class Accelerator:
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
+            if optimizer.stepper is not self:
+                raise ConfigError(
+                    "this optimizer was prepared by another accelerator, which would step with gradients it knows nothing of",
+                    "Give each accelerator optimizers of its own.",
+                )
             return optimizer
         for known in self._optimizers:
             if known.optimizer is optimizer:
@@ -165,7 +175,7 @@ class Accelerator:
         A window has gradient_accumulation_steps of them; the last one before a loader ends may have fewer, and its
         gradients are then the mean over those.
         """
-        window = self._window
+        window, self._held, self._opening = self._window, True, False
         if self._short is not None:  # the loader ended inside a window: what was divided by the full length is a mean over fewer
             self.scaler.rescale_(self.gradient_accumulation_steps / window)
             self._short = None
@@ -187,8 +197,15 @@ class Accelerator:
             self._window = self._short = self._micro_batches
         if self.sync_gradients:
             self._micro_batches = 0
-        yield
-        self._window = self.gradient_accumulation_steps
+        self._opening = True
+        try:
+            yield
+        finally:
+            self._window, self._opening = self.gradient_accumulation_steps, False
+
+    def may_clear(self) -> bool:
+        """Whether `zero_grad` may clear gradients now: not those of a window that is going on, also not at the start of its last micro-batch."""
+        return not self._held or (self.sync_gradients and not self._opening)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip unscaled gradients to `max_norm` and return their norm before that; None, and nothing, inside a window."""
@@ -200,14 +217,21 @@ class Accelerator:
             scale = self.scaler.get_scale()
             self.last_step = StepResult(False, "accumulating", scale=scale, next_scale=scale)
             return self.last_step
+        self._held = False
         self.last_step = self.scaler.step(optimizer)
         self.scaler.update()
         return self.last_step
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The user's own module: what a compiled one was made from, else the module itself."""
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+        """The user's own module: what a compiled one was made from, else the module itself.
+
+        keep_fp32_wrapper: False also gives it the forward method back that it had before `prepare`.
+        """
         inner = getattr(model, "_orig_mod", model)
-        return inner if isinstance(inner, nn.Module) else model
+        inner = inner if isinstance(inner, nn.Module) else model
+        if not keep_fp32_wrapper and id(inner) in self._bindings:
+            self._bindings.pop(id(inner)).remove()
+        return inner
 
     def gather_for_metrics(self, values: Any) -> Any:
         """`values` as they are: there is one process, and prepared loaders pad nothing."""
@@ -237,8 +261,11 @@ class Accelerator:
         )
         return {name if i == 0 else f"{name}_{i}": item for name, items in kinds for i, item in enumerate(items)}
 
-    def save_state(self, output_dir: str | Path) -> Path:
-        """Write models, optimizers, schedulers, loss scale, random states and registered objects; atomic. Returns the folder."""
+    def save_state(self, output_dir: str | Path, about: Mapping[str, Any] | None = None) -> Path:
+        """Write models, optimizers, schedulers, loss scale, random states and registered objects; atomic. Returns the folder.
+
+        about: plain values of your own for the checkpoint's manifest.json.
+        """
         if self._micro_batches:
             done = f"after {self._micro_batches} of {self.gradient_accumulation_steps} micro-batches"
             raise StepOrderError(
@@ -246,9 +273,12 @@ class Accelerator:
                 "Call it after the window's optimizer.step(): when accelerator.sync_gradients is true.",
             )
         items = self._parts()
-        parts = {name: item.state_dict() for name, item in items.items()} | {"scaler": self.scaler.state_dict(), "random": checkpoint.capture()}
-        about = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
-        return checkpoint.save(output_dir, parts, about)
+        parts = {name: item.state_dict() for name, item in items.items()} | {
+            "scaler": {"bad_steps": self.scaler.bad_steps} | self.scaler.state_dict(),
+            "random": checkpoint.capture(),
+        }
+        own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
+        return checkpoint.save(output_dir, parts, dict(about or {}) | own)
 
     def load_state(self, input_dir: str | Path) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.
@@ -262,5 +292,6 @@ class Accelerator:
             item.load_state_dict(loaded.parts[name])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(loaded.parts["scaler"])
+        self.scaler.bad_steps = int(loaded.parts["scaler"]["bad_steps"])
         self._micro_batches = 0
         checkpoint.restore(loaded.parts["random"])

@@ -18,6 +18,9 @@ class Stepper(Protocol):
 
     sync_gradients: bool
 
+    def may_clear(self) -> bool:
+        """Whether gradients may be cleared now: not those of a window that is going on."""
+
     def take_step(self, optimizer: Optimizer) -> StepResult:
         """Carry out one optimizer step or refuse it, and say which."""
 
@@ -28,6 +31,8 @@ class PreparedOptimizer(Optimizer):
     `step()` returns a `StepResult`. Inside an accumulation window it does nothing (reason "accumulating"), and
     `zero_grad` then keeps the gradients. `applied` counts the steps that moved the weights.
     """
+
+    takes_steps_itself = True  # GradScaler.step refuses it
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are those of `optimizer`
@@ -79,8 +84,8 @@ class PreparedOptimizer(Optimizer):
         return self.last_step is not None and self.last_step.reason not in ("applied", "accumulating", "no-gradients")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; nothing inside an accumulation window."""
-        if self.stepper.sync_gradients:
+        """Clear the gradients; nothing while a window is going on, also at the start of its last micro-batch."""
+        if self.stepper.may_clear():
             self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -118,24 +118,41 @@ def _switches() -> Callable[[], None]:
     return restore
 
 
-def forward_context(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
-    """The block in which a forward pass under `policy` runs."""
-    stack = ExitStack()
+class Region:
+    """A block made of other blocks, which are made anew at each entry: it may be kept, entered again, and nested."""
+
+    def __init__(self, *parts: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._parts = parts
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> Region:
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part())
+            self._open.append(stack.pop_all())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.pop().__exit__(kind, error, trace)
+
+
+def forward_context(policy: Policy, device: torch.device) -> Region:
+    """The block in which a forward pass under `policy` runs. Nothing is switched before it is entered."""
+    parts: list[Callable[[], AbstractContextManager[Any]]] = []
     if device.type == "cuda":
-        stack.enter_context(Fp32Products(policy.tf32))
+        parts.append(functools.partial(Fp32Products, policy.tf32))
     if policy.is_mixed:
-        stack.enter_context(autocast(device.type, policy.dtype))
-    return stack
+        parts.append(functools.partial(autocast, device.type, policy.dtype))
+    return Region(*parts)
 
 
-def backward_context(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
+def backward_context(policy: Policy, device: torch.device) -> Region:
     """The block in which a backward pass under `policy` runs.
 
     On a CPU that emulates, a forward pass that is computed again inside it (activation checkpointing) is emulated as the first one was.
     """
-    stack = ExitStack()
     if device.type == "cuda":
-        stack.enter_context(Fp32Products(policy.tf32))
-    elif policy.is_mixed and not probe(device).is_native(policy.autocast) and not is_active():
-        stack.enter_context(Emulation())
-    return stack
+        return Region(functools.partial(Fp32Products, policy.tf32))
+    if policy.is_mixed and not probe(device).is_native(policy.autocast):
+        return Region(lambda: ExitStack() if is_active() else Emulation())
+    return Region()

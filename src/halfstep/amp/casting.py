@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -53,7 +54,7 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
     already = bound_policy(module)
     if already is not None:
         raise ConfigError(f"this {type(module).__name__} is already bound to {already}", "Call remove() on that binding first, or bind a copy.")
-    held = select((name for name, _ in module.named_modules()), policy.fp32) if policy.fp32 else ()
+    held = _called(module, select((name for name, _ in module.named_modules()), policy.fp32)) if policy.fp32 else ()
     for name in held:
         if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             raise ConfigError(
@@ -79,7 +80,23 @@ def _function(module: nn.Module) -> Callable[..., Any]:
     def borrowed(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
+    del borrowed.__wrapped__  # it has no `self`, so its signature would lose the first argument
+    own = inspect.signature(forward)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    borrowed.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
     return borrowed
+
+
+def _called(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules of `names`, with containers that are never called themselves (ModuleList, ModuleDict) replaced by what they hold."""
+    found: list[str] = []
+    for name in names:
+        part = module.get_submodule(name)
+        if type(part).forward is nn.Module.forward and "forward" not in part.__dict__:
+            found += _called(module, tuple(f"{name}.{child}" for child, _ in part.named_children()))
+        else:
+            found.append(name)
+    return tuple(found)
 
 
 def _under(forward: Callable[..., Any], policy: Policy, device: torch.device) -> Callable[..., Any]:
@@ -109,6 +126,9 @@ def upcast(value: Any) -> Any:
         return type(value)(*(upcast(v) for v in value))
     if isinstance(value, list | tuple):
         return type(value)(upcast(v) for v in value)
+    if is_dataclass(value) and not isinstance(value, type | Mapping):
+        changed = {f.name: wide for f in fields(value) if f.init and (wide := upcast(old := getattr(value, f.name))) is not old}
+        return replace(value, **changed) if changed else value
     if isinstance(value, Mapping):
         wide = {k: upcast(v) for k, v in value.items()}
         if all(wide[k] is v for k, v in value.items()):

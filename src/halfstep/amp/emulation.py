@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
 
 Route = Callable[..., Any]
 
@@ -151,6 +152,20 @@ def _rounded(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
     return result.to(dtype) if isinstance(result, Tensor) else result
 
 
+def _recurrent(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
+    """A whole LSTM, GRU or RNN: inputs, states and weights rounded, every step in fp32, the sequences rounded."""
+    leaves = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and a.is_floating_point()]
+    if not _eligible(*leaves):
+        return func(*args, **kwargs)
+
+    def up(value: Any) -> Any:
+        return value.to(dtype).float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    wide_args, wide_kwargs = tree_map(up, (args, kwargs))
+    with _exact():
+        return tree_map(lambda t: t.to(dtype), func(*wide_args, **wide_kwargs))
+
+
 def _einsum(dtype: torch.dtype, func: Route, equation: Any, *operands: Any) -> Any:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not _eligible(*tensors) or not _contracts(equation, tensors):
@@ -198,6 +213,7 @@ ROUTES: Mapping[Any, Route] = {
     **dict.fromkeys((torch.addmm, torch.baddbmm, torch.addbmm, Tensor.addmm, Tensor.baddbmm, Tensor.addbmm), _rounded),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _rounded),
     F.scaled_dot_product_attention: _rounded,
+    torch.lstm: _recurrent,  # torch's autocast casts LSTMs on the CPU, and neither GRUs nor plain RNNs
 }
 
 
@@ -206,12 +222,15 @@ def is_active() -> bool:
     return any(isinstance(mode, Emulation) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
+OPENED = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
 class Emulation(TorchFunctionMode):
     """Inside this block, products that autocast would run in 16 bits on the CPU are rounded to 16 bits and run in fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
+        if func in OPENED:
             with self:
                 return _opened(func)(*args, **kwargs)
         route = ROUTES.get(func)

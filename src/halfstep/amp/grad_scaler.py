@@ -90,6 +90,8 @@ class GradScaler:
                 "step() was given a closure or other arguments, and gradients made inside a closure cannot be checked",
                 "Run the closure yourself before step(optimizer); for LBFGS use optimizer.step(closure) without a scaler, in fp32.",
             )
+        if getattr(optimizer, "takes_steps_itself", False):
+            raise ConfigError("this optimizer was prepared by an accelerator, which scales and unscales by itself", "Call optimizer.step().")
         return self._engine.step(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -131,6 +133,10 @@ class GradScaler:
     def bad_steps(self) -> int:
         """Steps in a row, up to now, that could not be applied."""
         return self._engine.bad_steps
+
+    @bad_steps.setter
+    def bad_steps(self, count: int) -> None:
+        self._engine.bad_steps = count
 
     def get_growth_factor(self) -> float:
         """What the scale is multiplied by after `growth_interval` good steps."""

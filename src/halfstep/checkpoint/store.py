@@ -40,6 +40,8 @@ def save(folder: str | Path, parts: Mapping[str, Any], about: Mapping[str, Any] 
     target = Path(folder).absolute()
     partial, old = _beside(target, "partial"), _beside(target, "old")
     try:
+        if target.is_file() or (target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir())):
+            raise CheckpointError(f"{target} is not a checkpoint and is not empty, and a checkpoint would replace it", "Name a new folder.")
         target.parent.mkdir(parents=True, exist_ok=True)
         _recover(target)
         for leftover in (partial, old):

@@ -162,7 +162,7 @@ def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
     settings["overwrite_output_dir"] = chosen.overwrite or chosen.overwrite_output_dir
     _yield_defaults(settings, named, set(base))
     if not settings["output_dir"]:
-        settings["output_dir"] = str(_new_run(TrainingArguments(**_fields_of(TrainingArguments, settings)).policy.preset))
+        settings["output_dir"] = str(_new_run(TrainingArguments(**_fields_of(TrainingArguments, settings | {"output_dir": "runs"})).policy.preset))
     return settings, resume
 
 

@@ -43,7 +43,7 @@ def parse_device(device: str | torch.device) -> torch.device:
     """A torch device from its name. Raises ConfigError for a name that torch does not know."""
     try:
         return torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"there is no device {device!r}", "Use 'cpu' or 'cuda'.") from error
 
 
@@ -58,6 +58,9 @@ def _probe(device: str) -> Capabilities:
                 f"device {device!r} was asked for, and this torch ({torch.__version__}) finds no CUDA device",
                 "Use the CPU (cpu=True, --use_cpu true, device_type='cpu'), or install a CUDA build of torch on a machine with a GPU.",
             )
+        count, index = torch.cuda.device_count(), torch.device(device).index or 0
+        if index >= count:
+            raise ConfigError(f"device {device!r} was asked for, and there are {count} CUDA devices", f"Use cuda:0 to cuda:{count - 1}.")
         return _cuda(torch.device(device))
     raise ConfigError(f"device {device!r} is not supported", "Use 'cpu' or 'cuda'.")
 
@@ -101,7 +104,7 @@ def _cuda(device: torch.device) -> Capabilities:
     native = {
         "fp32": True,
         "tf32": not hip and major >= 8,
-        "bf16": bool(torch.cuda.is_bf16_supported(including_emulation=False)),
+        "bf16": hip or major >= 8,
         "fp16": hip or major >= 7 or (major, minor) == (6, 0),
     }
     return Capabilities(

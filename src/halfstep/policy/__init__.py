@@ -8,7 +8,6 @@ from halfstep.policy.policy import LARGEST_SCALE as LARGEST_SCALE
 from halfstep.policy.policy import PRESETS as PRESETS
 from halfstep.policy.policy import LossScale as LossScale
 from halfstep.policy.policy import Policy as Policy
-from halfstep.policy.policy import changed as changed
 from halfstep.policy.policy import preset_table as preset_table
 from halfstep.policy.resolve import RULES as RULES
 from halfstep.policy.resolve import ModelFacts as ModelFacts

@@ -27,6 +27,8 @@ def parse(text: str | Policy) -> Policy:
     """
     if isinstance(text, Policy):
         return text
+    if not isinstance(text, str):
+        raise ConfigError(f"precision={text!r} is a {type(text).__name__}", "Give it a text such as 'bf16-mixed', or a Policy.")
     name, *settings = (part.strip() for part in text.split(","))
     if name in FOREIGN:
         raise ConfigError(f"unknown precision {name!r}", f"In halfstep's spelling it is {FOREIGN[name]!r}.")
@@ -76,7 +78,7 @@ def from_flags(
             raise ConfigError(f"precision={str(precision)!r} has tf32 {state} and tf32={tf32}", f"Write precision='{twin}'.")
         return policy
     names = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed", None: "fp32"}
-    if mixed_precision not in names:
+    if mixed_precision is not None and (not isinstance(mixed_precision, str) or mixed_precision not in names):
         raise ConfigError(f"unknown mixed_precision {mixed_precision!r}", suggest(str(mixed_precision), ("no", "fp16", "bf16")))
     policy = PRESETS["fp16-mixed" if fp16 else "bf16-mixed" if bf16 else names[mixed_precision]]
     if tf32 and policy.preset == "fp32":

@@ -11,7 +11,7 @@ Text form: a preset, then any `key=value` that differs from it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -118,8 +118,3 @@ def preset_table() -> str:
         scale = "none" if p.scale.kind == "none" else f"{p.scale.kind}, from {p.scale.init:.0f}"
         rows.append(f"| `{name}` | {flags.get(name, '')} | {p.autocast} | fp32 | {'on' if p.tf32 else 'off'} | {scale} | {SUMMARY[name]} |")
     return "\n".join(rows)
-
-
-def changed(before: Policy, after: Policy) -> list[str]:
-    """Names of the fields in which two policies differ."""
-    return [f.name for f in fields(Policy) if getattr(before, f.name) != getattr(after, f.name)]

@@ -37,6 +37,8 @@ class _Record:
     stepped: bool = False  # with the gradients at hand
     awaits_update: bool = False  # it stepped, and update() has not been called since
     heard: bool = False  # the verdict has moved the scale, or waits in line to
+    losses: int = 0  # how many had been scaled when the verdict was reached
+    spent: tuple[tuple[ref[Tensor], int], ...] = ()  # gradients a step was taken with that nobody has cleared or added to
 
     def forget(self) -> None:
         """The gradients at hand are new."""
@@ -44,9 +46,7 @@ class _Record:
 
     def judged(self, gradients: list[Tensor]) -> bool:
         """Whether the verdict is on just these gradients, unchanged since."""
-        return len(gradients) == len(self.marks) and all(
-            m() is g and version == g._version for (m, version), g in zip(self.marks, gradients, strict=True)
-        )
+        return _unchanged(self.marks, gradients)
 
 
 class StepEngine:
@@ -64,6 +64,7 @@ class StepEngine:
         self.bad_steps = 0  # in a row
         self._made_under: float | None = None  # the scale of the gradients at hand; None before the first loss
         self._loss: Tensor | None = None
+        self._losses = 0  # scaled so far
         self._loss_spent = False  # the loss belongs to a step that was taken; the next scale() starts a new sum
         self._unheard: list[Verdict] = []  # verdicts that have not moved the scale yet
         self._records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
@@ -83,6 +84,7 @@ class StepEngine:
             self._made_under = self.scaling.scale
         for optimizer, record in self._records.items():
             if record.stepped:
+                record.spent = _marks(_gradients(optimizer))
                 record.forget()
             elif record.verdict is not None and self._thrown_away(optimizer, record):
                 record.forget()
@@ -92,6 +94,7 @@ class StepEngine:
         if loss.numel() == 1:
             seen = loss.detach().float().reshape(())
             self._loss = seen if self._loss is None else self._loss + seen.to(self._loss.device)
+        self._losses += 1
         if not self.scaling.active:
             return loss
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
@@ -120,6 +123,8 @@ class StepEngine:
         owners = [o for o in self._records if any(id(p) in chosen for p in _parameters(o))]
         owned = {id(p) for o in owners for p in _parameters(o)}
         grads = [p.grad for p in chosen.values() if p.grad is not None]
+        if not max_norm >= 0:
+            raise ConfigError(f"max_norm={max_norm} is no norm", "Use a number of 0 or more.")
         if not grads:
             return torch.zeros(())
         if self.scaling.active and any(i not in owned for i, p in chosen.items() if p.grad is not None):
@@ -138,12 +143,13 @@ class StepEngine:
         verdicts = [v for o in owners if (v := self._records[o].verdict)]
         bad = next((v for v in verdicts if not v.fit), None)
         if bad is not None:
-            return torch.tensor(bad.norm)
+            return torch.tensor(bad.norm, device=grads[0].device)
         if norm_type == 2.0:
             fresh = len(owners) == 1 and bool(verdicts) and not self._records[owners[0]].clipped and self._records[owners[0]].judged(grads)
-            total = torch.tensor(verdicts[0].norm) if fresh else numerics.norm([numerics.stored(g) for g in grads], grads[0].device)
+            values = [numerics.stored(g) for g in grads]
+            total = torch.tensor(verdicts[0].norm, device=grads[0].device) if fresh else numerics.norm(values, grads[0].device)
             if not math.isfinite(float(total)):  # no gradient is bad: only the squares overflowed
-                total = numerics.wide_norm([numerics.stored(g) for g in grads], grads[0].device).float()
+                total = numerics.wide_norm(values, grads[0].device).float()
             factor = numerics.clip_factor(float(total), max_norm)
             numerics.multiply_(grads, factor)
         else:
@@ -185,6 +191,7 @@ class StepEngine:
         known = None if self._stale(record, _gradients(optimizer)) else record.verdict
         verdict = self._judged_again(optimizer, record, known) if known else self._unscale(optimizer, record)
         if verdict.fit:
+            _refuse_settings(optimizer)
             optimizer.step()
         result = self._result(record, "applied" if verdict.fit else "overflow" if verdict.loss_finite else "nonfinite-loss")
         self._loss_spent = True
@@ -222,7 +229,9 @@ class StepEngine:
         """Whether there are gradients that no optimizer has stepped with: they keep their scale. Before any is known, a loss is a sign of them."""
         if not self._records:
             return self._loss is not None and not self._loss_spent
-        return any(not r.stepped and _gradients(o) for o, r in self._records.items())
+        return any(
+            not r.stepped and not _unchanged(r.spent, g) and any(bool(t.any()) for t in g) for o, r in self._records.items() if (g := _gradients(o))
+        )
 
     def _unscale(self, optimizer: Optimizer, record: _Record) -> Verdict:
         """Judge and unscale gradients, of which there is at least one."""
@@ -231,7 +240,7 @@ class StepEngine:
         verdict = judge(grads, scale, self._loss, lambda i: self._name(optimizer, i))
         if verdict.fit:
             numerics.multiply_(grads, 1.0 / scale)
-        record.verdict, record.marks, record.clipped, record.heard = verdict, _marks(grads), False, False
+        record.verdict, record.marks, record.clipped, record.heard, record.losses = verdict, _marks(grads), False, False, self._losses
         return verdict
 
     def _thrown_away(self, optimizer: Optimizer, record: _Record) -> bool:
@@ -248,6 +257,11 @@ class StepEngine:
         grads = _gradients(optimizer)
         if not verdict.fit or record.judged(grads):
             return verdict
+        if self.scaling.active and record.losses != self._losses:
+            raise StepOrderError(
+                "gradients were unscaled and changed after another loss was scaled: a backward pass has added scaled gradients to unscaled ones",
+                "Call unscale_() or clip after the last backward pass of a step, and edit gradients before the next loss is scaled.",
+            )
         now = judge(grads, 1.0, self._loss, lambda i: self._name(optimizer, i))
         record.clipped = record.clipped or now.norm < verdict.norm
         record.verdict = Verdict(now.fit, verdict.norm if now.fit else now.norm, now.loss_finite, now.culprits)
@@ -279,7 +293,7 @@ class StepEngine:
             blamed = ", ".join(str(c) for c in result.culprits) or "unknown"
             raise DivergedError(
                 f"{self.bad_steps} steps in a row could not be applied ({result.reason}, loss scale {result.scale:g}); not finite: {blamed}. "
-                "The weights are those of the last good step",
+                "None of them changed the weights",
                 "Look at the data of this batch and at the first operation that gives inf or NaN in fp32; then try a "
                 f"smaller learning rate, or bf16 if the run was fp16. "
                 f"The patience of {self.patience} steps is the argument patience= (max_bad_steps= in TrainingArguments).",
@@ -293,6 +307,15 @@ class StepEngine:
         return self._names.get(id(p)) or (given[i] if given else f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}")
 
 
+def _refuse_settings(optimizer: Optimizer) -> None:
+    """A learning rate or weight decay that is inf or NaN would write that into the weights, whatever the gradients."""
+    for i, group in enumerate(optimizer.param_groups):
+        for name in ("lr", "weight_decay"):
+            value = group.get(name, 0.0)
+            if isinstance(value, int | float) and not math.isfinite(value):
+                raise ConfigError(f"{name} of parameter group {i} is {value}, and a step would write that into the weights", "Look at the schedule.")
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -304,3 +327,8 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 def _marks(gradients: list[Tensor]) -> tuple[tuple[ref[Tensor], int], ...]:
     """What tells these gradients, in this state, from others: weak references and versions."""
     return tuple((ref(g), g._version) for g in gradients)
+
+
+def _unchanged(marks: tuple[tuple[ref[Tensor], int], ...], gradients: list[Tensor]) -> bool:
+    """Whether these are the gradients that were marked, in the same state."""
+    return len(marks) == len(gradients) and all(m() is g and version == g._version for (m, version), g in zip(marks, gradients, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -145,6 +146,8 @@ class TrainingArguments:
             if isinstance(value, os.PathLike | Policy):
                 object.__setattr__(self, name, str(value))
         _check_types(self)
+        if not self.output_dir:
+            raise ConfigError("output_dir is empty", "Name a folder for the run.")
         _check_numbers(self)
         if self.warmup_steps and self.warmup_ratio:
             raise ConfigError("warmup_steps and warmup_ratio were both given", "Leave one of them out.")
@@ -158,6 +161,11 @@ class TrainingArguments:
     def policy(self) -> Policy:
         """The precision policy that precision, fp16, bf16 and tf32 ask for."""
         return from_flags(precision=self.precision, fp16=self.fp16, bf16=self.bf16, tf32=self.tf32)
+
+    @property
+    def order_seed(self) -> int:
+        """What the order of the training data depends on: data_seed, or seed when that is not given."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def steps_between_evaluations(self) -> int:
@@ -210,6 +218,8 @@ def _check_numbers(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise ConfigError(f"{name}={value} is too small", f"Use {least} or more.")
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{name}={value} is no finite number", "Give it one.")
     if args.max_steps == 0 or args.max_steps < -1:
         raise ConfigError(f"max_steps={args.max_steps}", "Use 1 or more, or -1 for as many as num_train_epochs gives.")
     if args.max_steps == -1 and not args.num_train_epochs > 0:

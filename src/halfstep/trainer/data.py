@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,9 +80,10 @@ def from_batch(loader: Any, epoch: int, start: int, random_at_epoch: dict[str, A
     """
     batches = getattr(loader, "batch_sampler", None)
     if isinstance(batches, EpochBatches):
-        batches.epoch, batches.start = epoch, start
+        workers = loader.num_workers > 0  # they have random numbers of their own, so they make again what was used
+        batches.epoch, batches.start = epoch, 0 if workers else start
         loader.generator.manual_seed(batches.seed + epoch)  # seeds worker processes, so that they do not depend on the epochs before
-        return iter(loader)
+        return itertools.islice(loader, start, None) if workers else iter(loader)
     if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
         loader.sampler.set_epoch(epoch)
     if not start:
@@ -126,6 +128,8 @@ def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
         if isinstance(value, str) or value is None or (isinstance(value, list) and value and isinstance(value[0], str)):
             continue
         name = "labels" if key in LABELS else key
+        if name in batch:
+            raise DataError(f"the samples have {key!r} and another column of labels", "Keep one of labels, label and label_ids.")
         if any(key not in f for f in features):
             raise DataError(f"some samples have a column {key!r} and others have none", "Give every sample of the dataset the same columns.")
         try:

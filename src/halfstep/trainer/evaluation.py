@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import DataError
+from halfstep.checkpoint import capture, restore
+from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.outputs import EvalPrediction, join, to_numpy
 
 PredictionStep = Callable[[nn.Module, dict[str, Any]], tuple[Tensor | None, Any, Any]]
@@ -30,7 +31,10 @@ class Evaluation:
         """All numbers under `prefix`, those of `compute` included."""
         found: dict[str, Any] = {} if self.loss is None else {f"{prefix}_loss": self.loss}
         if compute is not None and self.predictions is not None and self.labels is not None:
-            for key, value in compute(EvalPrediction(self.predictions, self.labels)).items():
+            metrics = compute(EvalPrediction(self.predictions, self.labels))
+            if not isinstance(metrics, Mapping):
+                raise ConfigError(f"compute_metrics returned a {type(metrics).__name__}", "Let it return a dict of names and numbers.")
+            for key, value in metrics.items():
                 number = value.item() if hasattr(value, "item") else value
                 found[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = number
         found[f"{prefix}_runtime"] = round(self.seconds, 4)
@@ -39,7 +43,8 @@ class Evaluation:
 
 
 def run(model: nn.Module, batches: Iterable[dict[str, Any]], step: PredictionStep, after_batch: Callable[[], None]) -> Evaluation:
-    """Evaluate `model` over `batches`; each batch's loss counts by its samples. The model's training mode is put back.
+    """Evaluate `model` over `batches`; each batch's loss counts by its samples. The model's training mode and all random states are put back,
+    so that a run does not depend on how often, or how far, it was evaluated.
 
     Raises DataError when there is no batch.
     """
@@ -47,6 +52,7 @@ def run(model: nn.Module, batches: Iterable[dict[str, Any]], step: PredictionSte
     total, counted, samples = 0.0, 0, 0
     predictions: list[Any] = []
     labels: list[Any] = []
+    random_states = capture()
     model.eval()
     try:
         with torch.no_grad():
@@ -63,6 +69,7 @@ def run(model: nn.Module, batches: Iterable[dict[str, Any]], step: PredictionSte
                 after_batch()
     finally:
         model.train(was_training)
+        restore(random_states)
     if not samples:
         raise DataError("the evaluation data yields nothing", "Check the dataset: it has no samples, or its iterator is spent.")
     mean = total / counted if counted else None

@@ -40,6 +40,7 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.requested = False
         if self._active:
             signal.signal(signal.SIGINT, self._before)
             self._active = False

@@ -19,6 +19,7 @@ from halfstep.trainer.callbacks import TrainerCallback
 from halfstep.trainer.state import TrainerControl, TrainerState
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+HEADER = "# settings of a halfstep run\n"  # tells our config.yaml from another's
 
 
 class RunFolder:
@@ -45,6 +46,9 @@ class RunFolder:
         """Refuse a folder that a new run cannot use: a file, or one that holds an earlier run that is not to be overwritten."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file, and a run needs a folder", "Name another output_dir.")
+        foreign = self.path / CONFIG
+        if foreign.exists() and not foreign.read_text(errors="replace").startswith(HEADER):
+            raise ConfigError(f"{foreign} was not written by halfstep, and a run would replace it", "Name another output_dir, or move that file.")
         if self.holds_run() and not overwrite:
             newest = checkpoint.latest(self.path)
             go_on = f"trainer.train(resume_from_checkpoint=True) or --resume goes on from {newest.name}; " if newest else ""
@@ -152,4 +156,4 @@ def as_line(record: dict[str, Any]) -> str:
 
 def write_yaml(path: Path, data: dict[str, Any]) -> None:
     """Write plain values as YAML in the order given."""
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    path.write_text(HEADER + yaml.safe_dump(data, sort_keys=False))

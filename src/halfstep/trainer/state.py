@@ -23,7 +23,9 @@ class TrainerState:
     epoch_index: int = 0  # of the pass that is going on
     batches_in_epoch: int = 0  # micro-batches of it that were used
     log_history: list[dict[str, Any]] = field(default_factory=list)
-    pending_losses: list[float] = field(default_factory=list)  # of the steps since the last record, as of the last checkpoint
+    loss_sum: float = 0.0  # of the steps since the last record, as of the last checkpoint
+    loss_count: int = 0
+    evaluation_due: bool = False  # Ctrl-C came during an evaluation: the resumed run begins with it
     last_grad_norm: float | None = None
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True

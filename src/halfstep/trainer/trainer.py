@@ -36,6 +36,7 @@ from halfstep.trainer.outputs import (
     predictions_of,
 )
 from halfstep.trainer.progress import ProgressCallback
+from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
 from halfstep.trainer.run import MetricsWriter, RunFolder, write_model
 from halfstep.trainer.state import TrainerControl, TrainerState
 
@@ -88,7 +89,7 @@ class Trainer:
         for callback in callbacks or ():
             self.callbacks.add(callback)
         self._interrupt = Interrupt()
-        self._losses: list[Tensor] = []  # of the windows since the last log
+        self._loss_sum, self._loss_count = torch.zeros((), dtype=torch.float64), 0  # of the steps since the last record
         self._loader: Any = None  # of the training data
         self._epoch_start = EpochStart()
         self._saved_at: int | None = None  # the step of the last checkpoint
@@ -107,9 +108,8 @@ class Trainer:
         if self.train_dataset is None:
             raise ConfigError("train() needs training data", "Pass train_dataset= to the Trainer.")
         a = self.args
-        seed = a.seed if a.data_seed is None else a.data_seed
         sizes = {"batch_size": a.per_device_train_batch_size, "workers": a.dataloader_num_workers}
-        return make_loader(self.train_dataset, self.data_collator, shuffle=True, seed=seed, drop_last=a.dataloader_drop_last, **sizes)
+        return make_loader(self.train_dataset, self.data_collator, shuffle=True, seed=a.order_seed, drop_last=a.dataloader_drop_last, **sizes)
 
     def get_eval_dataloader(self, dataset: Any = None) -> DataLoader[Any]:
         """The loader of evaluation data, in order."""
@@ -146,8 +146,7 @@ class Trainer:
         with self.accelerator.autocast(), explained(inputs, self.label_names):
             loss = self.compute_loss(model, inputs)
         self.accelerator.backward(loss / self._window)
-        detached: Tensor = loss.detach()
-        return detached
+        return torch.as_tensor(loss.detach())
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor | None, Any, Any]:
         """(loss, predictions, labels) of one evaluation batch; loss is None when the batch has no labels and the model gives none."""
@@ -175,10 +174,12 @@ class Trainer:
         if checkpoint is None:
             self.run.begin(self.settings, self.args.overwrite_output_dir)
         else:
+            refuse_other_settings(checkpoint, settings_to_keep(self.args, self._loader))
             lengths = self.state.max_steps, self.state.num_train_epochs
             self.accelerator.load_state(checkpoint)
             self.state.max_steps, self.state.num_train_epochs = lengths
-            self._losses = [torch.tensor(loss, device=self.accelerator.device) for loss in self.state.pending_losses]
+            self._loss_sum, self._loss_count = torch.tensor(self.state.loss_sum, dtype=torch.float64), self.state.loss_count
+            self.control.should_evaluate = self.state.evaluation_due
             self.run.go_on(self.settings, checkpoint, self.state.log_history)
         begun = self.state.global_step
         total, counted = torch.zeros((), dtype=torch.float64), 0
@@ -186,14 +187,16 @@ class Trainer:
         try:
             with self._interrupt:
                 if self.args.eval_on_start and self.state.attempted == 0:
-                    self.evaluate()
+                    self.control.should_evaluate = True
+                self._act()
                 for result in self._steps(self._loader):
                     if result.loss_tensor is not None:
                         total, counted = total.to(result.loss_tensor.device) + result.loss_tensor, counted + 1
             if self.args.save_strategy != "no" and self.state.global_step not in (begun, self._saved_at):
                 self._save()
         except StopNow:
-            self._interrupted()
+            folder = self._save() if self.args.save_strategy != "no" and self.state.attempted else None
+            raise TrainingInterrupted(self.state.global_step, folder) from None
         finally:
             self._event("on_train_end")
         mean = float(total) / counted if counted else math.nan
@@ -208,8 +211,10 @@ class Trainer:
             self._per_epoch = None
         if self.args.max_steps < 0 and self._per_epoch is None:
             raise ConfigError("the training data has no length, so the number of steps is not known", "Set max_steps.")
+        if self.args.eval_strategy != "no" or self.args.eval_on_start:
+            self.get_eval_dataloader()  # refuses missing data now, and not after the first steps
         self.state, self.control = TrainerState(), TrainerControl()
-        self._losses = []
+        self._loss_sum, self._loss_count = torch.zeros((), dtype=torch.float64), 0
         by_epochs = math.ceil(self.args.num_train_epochs * (self._per_epoch or 0))
         self.state.max_steps = self.args.max_steps if self.args.max_steps > 0 else by_epochs
         self.state.num_train_epochs = math.ceil(self.state.max_steps / self._per_epoch) if self._per_epoch else 1
@@ -241,7 +246,7 @@ class Trainer:
                 if self._finished() or self.control.should_epoch_stop:
                     break
             if self.state.batches_in_epoch == 0:
-                raise DataError("the training data yields nothing", "Check the dataset: it has no samples, or its iterator is spent after one pass.")
+                raise DataError("the training data yields nothing", "Check the dataset: no samples, or an iterator that is spent after one pass.")
             self.control.should_epoch_stop = False
             self._event("on_epoch_end")
             whole = self._per_epoch is None or self.state.batches_in_epoch >= len(loader)
@@ -271,7 +276,8 @@ class Trainer:
         result = self._take_step()
         self.state.last_grad_norm = result.grad_norm
         if result.loss_tensor is not None:
-            self._losses.append(result.loss_tensor)
+            self._loss_sum = self._loss_sum.to(result.loss_tensor.device) + result.loss_tensor
+            self._loss_count += 1
         self.state.batches_in_epoch += len(window)
         size = len(loader) if self._per_epoch is not None else max(1, self.state.batches_in_epoch)
         self.state.epoch = self.state.epoch_index + self.state.batches_in_epoch / size
@@ -296,6 +302,8 @@ class Trainer:
             if error.result is not None:
                 self._log_skip(error.result)
             raise
+        if result.reason == "no-gradients":
+            raise ConfigError("no parameter of the optimizer got a gradient", "Make it from the parameters of the trained model.")
         return result
 
     def _log_skip(self, result: StepResult) -> None:
@@ -312,8 +320,7 @@ class Trainer:
             )
         for name in self.label_names:
             check_labels(self.model, batch.get(name))
-        moved = to_device(batch, self.accelerator.device)
-        return dict(moved)
+        return dict(to_device(batch, self.accelerator.device))
 
     def _act(self) -> None:
         """Do what the control asks for: log, evaluate, save. The switches are cleared."""
@@ -321,32 +328,31 @@ class Trainer:
             self.control.should_log = False
             self._log_window()
         if self.control.should_evaluate:
-            self.control.should_evaluate = False
             self.evaluate()
+            self.control.should_evaluate = False  # only now: Ctrl-C during an evaluation leaves it due
         if self.control.should_save:
             self.control.should_save = False
             self._save()
 
     def _log_window(self) -> None:
         """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""
-        if not self._losses:
+        if not self._loss_count:
             return
-        losses, self._losses = torch.stack(self._losses), []
+        mean = float(self._loss_sum) / self._loss_count
+        self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0
         rate, scale = self.scheduler_in_use.get_last_lr()[0], self.accelerator.scaler.get_scale()
-        record = {"loss": float(losses.mean()), "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
+        record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
         self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _save(self) -> Path:
-        self.state.pending_losses = [float(loss) for loss in self._losses]
-        folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}")
+        self.state.loss_sum, self.state.loss_count = float(self._loss_sum), self._loss_count
+        self.state.evaluation_due = self.control.should_evaluate
+        about = {"arguments": settings_to_keep(self.args, self._loader)}
+        folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}", about)
         self._saved_at = self.state.global_step
         self.run.keep_newest(self.args.save_total_limit)
         self._event("on_save")
         return folder
-
-    def _interrupted(self) -> None:
-        folder = self._save() if self.args.save_strategy != "no" and self.state.attempted else None
-        raise TrainingInterrupted(self.state.global_step, folder)
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
         """Loss and metrics over the evaluation data; logged. Neither the model's dtype nor its training mode is changed."""

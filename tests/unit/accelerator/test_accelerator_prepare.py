@@ -111,12 +111,12 @@ def test_two_precisions_are_refused() -> None:
 
 @pytest.mark.parametrize("steps", [0, -4])
 def test_no_accumulation_at_all_is_refused(steps: int) -> None:
-    with pytest.raises(ConfigError, match=f"gradient_accumulation_steps={steps}. Use 1 or more"):
+    with pytest.raises(ConfigError, match=f"gradient_accumulation_steps={steps}. Use a whole number of 1 or more"):
         Accelerator(cpu=True, gradient_accumulation_steps=steps)
 
 
 def test_no_patience_is_refused() -> None:
-    with pytest.raises(ConfigError, match="patience of 0 steps"):
+    with pytest.raises(ConfigError, match=r"patience=0\. Use a whole number of 1 or more"):
         Accelerator(cpu=True, patience=0)
 
 
@@ -187,7 +187,7 @@ def test_frozen_16_bit_weights_are_fine(dtype: torch.dtype) -> None:
 
 def test_a_model_under_one_policy_is_not_prepared_under_another() -> None:
     net = Accelerator("bf16", cpu=True).prepare(model())
-    with pytest.raises(ConfigError, match=r"already prepared under bf16-mixed, and the accelerator has fp16-mixed. Prepare a copy, or use one"):
+    with pytest.raises(ConfigError, match=r"already prepared under bf16-mixed, and the accelerator has fp16-mixed. Call unwrap_model"):
         Accelerator("fp16", cpu=True).prepare(net)
     Accelerator("bf16", cpu=True).prepare(net)  # the same policy is no contradiction
 

@@ -121,7 +121,7 @@ def within(got: list[Tensor], expected: list[Tensor], roundings: float, dtype: t
 
 
 def test_every_route_has_a_case() -> None:
-    assert set(CASES) == set(ROUTES)
+    assert set(CASES) == set(ROUTES) - {torch.lstm}, "LSTMs have a test of their own"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -297,6 +297,7 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     "ordered dict by number": lambda: OrderedDict({0: HALF}),
     "user dict": lambda: UserDict(a=HALF),
     "namedtuple": lambda: Pair(HALF, {"k": HALF}),
+    "dataclass": lambda: Plain(HALF),
     "torch's return type": lambda: torch.max(HALF.reshape(1, 2), dim=1),
     "model output": model_output,
 }
@@ -307,6 +308,8 @@ def leaves(value: Any) -> list[Any]:
         return [leaf for v in value.values() for leaf in leaves(v)]
     if isinstance(value, list | tuple):
         return [leaf for v in value for leaf in leaves(v)]
+    if isinstance(value, Plain):
+        return [value.logits]
     return [value]
 
 
@@ -339,7 +342,7 @@ def test_a_batch_encoding_reaches_a_held_module() -> None:
     assert got["input_ids"] is LONG
 
 
-@pytest.mark.parametrize("value", [None, 3, "text", Plain(HALF), torch.ones(2), torch.ones(2, dtype=torch.float64), LONG], ids=repr)
+@pytest.mark.parametrize("value", [None, 3, "text", Plain(torch.ones(2)), torch.ones(2), torch.ones(2, dtype=torch.float64), LONG], ids=repr)
 def test_what_holds_no_16_bit_tensor_in_a_container_is_returned_as_it_is(value: Any) -> None:
     assert amp.upcast(value) is value
 
