@@ -141,7 +141,7 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt)
         for _ in range(length):
-            window = torch.tensor([text[-self.shape.block_size :]], device=device)
+            window = torch.tensor([text[1 - self.shape.block_size :]], device=device)  # the last position has no next byte in training
             logits = self(window)["logits"][0, -1].float().cpu()
             text.append(int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)))
         self.train(was_training)

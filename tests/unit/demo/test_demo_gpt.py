@@ -176,3 +176,12 @@ def test_the_loss_is_fp32_under_autocast() -> None:
     assert outputs["loss"].dtype == torch.float32
     expected = F.cross_entropy(outputs["logits"][:, :-1].float().reshape(-1, 256), ids(2, 8)[:, 1:].reshape(-1))
     assert torch.allclose(outputs["loss"], expected)
+
+
+def test_generation_reads_only_positions_that_were_trained_to_predict() -> None:
+    """Labels are shifted inside a block, so its last position never learns to predict; a window must not end there."""
+    model, lengths = gpt(), list[int]()
+    handle = model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    model.generate(b"ab", 3 * model.shape.block_size)
+    handle.remove()
+    assert max(lengths) == model.shape.block_size - 1
