@@ -28,13 +28,13 @@ class StepResult:
 
     applied: the weights were updated.
     reason: "applied", or why not: "accumulating" (micro-batch inside an accumulation window), "overflow" (a gradient is
-        inf, NaN or above 2^60), "nonfinite-loss", "no-gradients", "forward-overflow", "stopped".
+        inf, NaN or above 2^60), "nonfinite-loss", "no-gradients". "forward-overflow" and "stopped" are names kept for later.
     grad_norm: Euclidean norm of the unscaled gradients before clipping; None when no gradient was measured.
     clipped: the gradients that were used had a smaller norm than that.
     scale: the loss scale the gradients were made under; next_scale: the one the next loss will get.
-    replays: how often the step was computed again before it was applied.
+    replays: how often the step was computed again before it was applied (never, in this version).
     culprits: what was not finite, worst first; empty when applied.
-    stalled: share of the updates that rounded away; None when not measured.
+    stalled: share of the updates that rounded away; None when not measured (always, in this version).
     loss: sum of the (unscaled) losses of this step. Reading it may wait for the device.
     """
 
