@@ -110,7 +110,7 @@ def load(folder: str | Path) -> Loaded:
     manifest = read_manifest(source)
     for name, facts in manifest.files.items():
         path = source / name
-        found = path.stat().st_size if path.exists() else -1
+        found = path.stat().st_size if path.is_file() else -1
         if found != facts.size:
             state = "is missing" if found < 0 else f"holds {found} bytes of {facts.size}"
             raise CheckpointError(f"checkpoint {source} is truncated: {name} {state}", _others(source))
