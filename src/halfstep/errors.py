@@ -5,6 +5,7 @@
     |   `-- PolicyError                     a precision that cannot work with this device or this model
     |-- DataError           (ValueError)    training data that cannot be used
     |-- StepOrderError      (RuntimeError)  scale, backward, unscale, clip, step or update in an order that gives wrong numbers
+    |-- StepRefusedError    (RuntimeError)  a step could not be applied, and on_overflow="raise" was asked for
     |-- DivergedError       (RuntimeError)  too many bad steps in a row
     |-- CheckpointError     (RuntimeError)  a checkpoint that cannot be written, or is truncated, foreign or from another run
     `-- MissingExtraError   (ImportError)   an optional package is needed and not installed
@@ -42,6 +43,14 @@ class DataError(HalfstepError, ValueError):
 
 class StepOrderError(HalfstepError, RuntimeError):
     """Calls came in an order that would give wrong gradients."""
+
+
+class StepRefusedError(HalfstepError, RuntimeError):
+    """A step could not be applied. `result` is its StepResult."""
+
+    def __init__(self, cause: str, remedy: str = "", result: Any = None) -> None:
+        super().__init__(cause, remedy)
+        self.result = result
 
 
 class DivergedError(HalfstepError, RuntimeError):

@@ -15,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from halfstep import checkpoint
-from halfstep.accelerator.facts import kinds_of, model_facts, refuse_state
-from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer, PreparedScheduler
+from halfstep.accelerator import replay
+from halfstep.accelerator.facts import Signature, kinds_of, model_facts, refuse_changed, refuse_orphans, refuse_state
+from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.amp import Binding, GradScaler, backward_context, bind, bound_policy, forward_context
 from halfstep.errors import ConfigError, StepOrderError, refuse_unknown
 from halfstep.hardware import default_device, probe, processes
 from halfstep.policy import Policy, Resolution, from_flags, resolve
-from halfstep.step import StepResult
+from halfstep.step import Agree, Follower, OnOverflow, StepResult
 
 logger = logging.getLogger("halfstep")
 
@@ -33,7 +34,10 @@ class Accelerator:
     precision: halfstep's own text (`fp16-mixed,scale=static:1024,fp32=lm_head`) or a `Policy`, instead of mixed_precision.
     cpu: train on the CPU although there is a GPU.
     gradient_accumulation_steps: micro-batches per optimizer step, for `accumulate` and for the division in `backward`.
-    patience: bad steps in a row before `DivergedError`.
+    on_overflow: "skip" a step whose gradients overflow; "replay" its backward passes at lower loss scales (the activations of a step
+        are kept until it is taken); "raise" StepRefusedError.
+    patience: bad steps of an optimizer in a row before `DivergedError`.
+    agree: gets a small fp32 tensor and returns its maximum over all ranks.
 
     Weights, gradients and AdamW's states take 16 bytes per parameter under every policy here (fp32 masters).
     Raises ConfigError for settings that contradict each other, PolicyError (here or in `prepare`) for a precision that
@@ -47,7 +51,9 @@ class Accelerator:
         precision: str | Policy | None = None,
         cpu: bool = False,
         gradient_accumulation_steps: int = 1,
+        on_overflow: OnOverflow = "skip",
         patience: int = 50,
+        agree: Agree | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("Accelerator", unknown, inspect.signature(Accelerator.__init__).parameters)
@@ -63,7 +69,7 @@ class Accelerator:
         self.resolution: Resolution = resolve(from_flags(precision=precision, mixed_precision=mixed_precision), probe(self.device))
         self.policy = self.resolution.policy
         self.gradient_accumulation_steps = self._window = gradient_accumulation_steps
-        self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience)
+        self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience, on_overflow=on_overflow, agree=agree)
         self.sync_gradients = True
         self.last_step: StepResult | None = None
         self._held = False  # gradients of the window at hand were made and not stepped with
@@ -73,7 +79,8 @@ class Accelerator:
         self._models: list[nn.Module] = []
         self._bindings: dict[int, Binding] = {}
         self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
+        self._schedulers: list[Follower] = []
+        self._signatures: dict[int, Signature] = {}
         self._loaders: list[PreparedLoader] = []
         self._registered: list[Any] = []
 
@@ -111,7 +118,7 @@ class Accelerator:
                 if isinstance(item, kind) and id(item) not in ready:
                     ready[id(item)] = make(item)
         for item in objects:
-            if isinstance(item, PreparedLoader | PreparedScheduler):
+            if isinstance(item, PreparedLoader | Follower):
                 ready[id(item)] = item
             if id(item) not in ready:
                 raise ConfigError(
@@ -132,7 +139,8 @@ class Accelerator:
         if already is None:
             self._bindings[id(model)] = bind(model, self.policy, self.device)
             logger.info("%s", self.resolution)
-        self.scaler.name_parameters(model.named_parameters())
+        self.scaler.watch(model)
+        self._signatures[id(model)] = Signature(model)
         if model not in self._models:
             self._models.append(model)
         return model
@@ -148,14 +156,17 @@ class Accelerator:
         for known in self._optimizers:
             if known.optimizer is optimizer:
                 return known
+        refuse_orphans(optimizer, self._models)
         self.scaler.watch(optimizer)
         self._optimizers.append(PreparedOptimizer(optimizer, self))
         return self._optimizers[-1]
 
-    def _prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+    def _prepare_scheduler(self, scheduler: LRScheduler) -> Follower:
         for optimizer in self._optimizers:
             if scheduler.optimizer in (optimizer, optimizer.optimizer):
-                self._schedulers.append(PreparedScheduler(scheduler, optimizer))
+                follower = self.scaler.follow(scheduler, optimizer.optimizer)
+                follower.optimizer = optimizer
+                self._schedulers.append(follower)
                 return self._schedulers[-1]
         raise ConfigError(
             "this scheduler's optimizer is not prepared, so nobody could tell it about skipped steps", "Prepare the optimizer first or together."
@@ -211,14 +222,35 @@ class Accelerator:
         """Clip unscaled gradients to `max_norm` and return their norm before that; None, and nothing, inside a window."""
         return self.scaler.clip_grad_norm_(parameters, max_norm, norm_type) if self.sync_gradients else None
 
-    def take_step(self, optimizer: Optimizer) -> StepResult:
+    def on_applied(self, optimizer: PreparedOptimizer, function: Callable[[], object]) -> None:
+        """Call `function()` after each step of a prepared optimizer that was applied: an EMA of the weights, a counter."""
+        self.scaler.on_applied(optimizer.optimizer, function)
+
+    def applied_steps(self, optimizer: Optimizer) -> int:
+        """How many steps of `optimizer` (one that was prepared) have moved the weights."""
+        return self.scaler.applied_steps(optimizer)
+
+    def run_step(self, optimizer: PreparedOptimizer, compute: Callable[[], object]) -> StepResult:
+        """Call `compute()`, which makes the gradients of one step, then `optimizer.step()`; after an overflow run both again at a lower loss scale.
+
+        compute: the forward and backward passes (`backward`) of all micro-batches, and clipping. Before it runs again, random states and the
+        buffers of prepared models are put back and gradients cleared, so that the step is the one that the lower scale would have given.
+        Nothing is kept in memory for this but the random states. The result's `replays` counts.
+        """
+        self.last_step = replay.run(compute, optimizer.step, optimizer.zero_grad, self.scaler)
+        return self.last_step
+
+    def take_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Step `optimizer` (one that was prepared) or not, and let the loss scale follow. `PreparedOptimizer.step` calls it."""
         if not self.sync_gradients:
             scale = self.scaler.get_scale()
             self.last_step = StepResult(False, "accumulating", scale=scale, next_scale=scale)
             return self.last_step
         self._held = False
-        self.last_step = self.scaler.step(optimizer)
+        for model in self._models:
+            refuse_changed(model, self._signatures[id(model)], self._optimizers)
+        with backward_context(self.policy, self.device):  # a closure or a replay runs backward passes here
+            self.last_step = self.scaler.step(optimizer, closure)
         self.scaler.update()
         return self.last_step
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from halfstep.checkpoint import Loaded
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.policy import ModelFacts, Policy
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -18,6 +19,58 @@ FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def model_facts(model: nn.Module) -> ModelFacts:
     """The trainable parameters of `model` with their formats."""
     return ModelFacts(tuple((name, FORMATS.get(p.dtype, "other")) for name, p in model.named_parameters() if p.requires_grad))
+
+
+class Signature:
+    """What the parameters of a model were when it was prepared: format and device of each, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
+
+
+def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> None:
+    """Raise ConfigError when parameters were cast, moved or added since the model was prepared, unless an optimizer has the new ones."""
+    for name, p in model.named_parameters():
+        before = signature.parts.get(name)
+        if before is None:
+            if p.requires_grad and p.grad is not None and not _has(optimizers, p):
+                raise ConfigError(
+                    f"{name} was added to the model after prepare(), and no prepared optimizer updates it",
+                    "Change the model first and prepare it then, or prepare an optimizer that has the new parameters too.",
+                )
+            signature.parts[name] = (p.dtype, p.device)
+        elif before[0] != p.dtype:
+            raise ConfigError(
+                f"{name} was {_text(before[0])} when the model was prepared and is {_text(p.dtype)} now, so it has no fp32 master weights",
+                "Undo it with model.to(torch.float32), or prepare the model anew; for a 16-bit copy use copy.deepcopy(model).half().",
+            )
+        elif before[1] != p.device:
+            raise ConfigError(f"{name} was on {before[1]} when the model was prepared and is on {p.device} now", "Move the model before prepare().")
+
+
+def refuse_orphans(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for an optimizer whose parameters look like a model's and are not: it was made before they were replaced."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(p) for model in models for p in model.parameters()}
+    if not own or any(id(p) in known for p in own):
+        return
+    for model in models:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if [p.shape for _, p in named] == [p.shape for p in own]:
+            name, theirs = named[0]
+            raise ConfigError(
+                f"the optimizer has a {_text(own[0].dtype)} tensor on {own[0].device} for {name}, and the model's own is another, "
+                f"{_text(theirs.dtype)} on {theirs.device}: it was made before the model's parameters were replaced (moved, cast or copied)",
+                "Make the optimizer from model.parameters() after the last such change.",
+            )
+
+
+def _has(optimizers: Sequence[Any], parameter: nn.Parameter) -> bool:
+    return any(p is parameter for o in optimizers for group in o.param_groups for p in group["params"])
+
+
+def _text(dtype: torch.dtype) -> str:
+    return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:

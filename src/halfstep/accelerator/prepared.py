@@ -1,15 +1,15 @@
-"""What `Accelerator.prepare` returns for an optimizer, a scheduler and a data loader."""
+"""What `Accelerator.prepare` returns for an optimizer and a data loader; for a scheduler it is a `halfstep.step.Follower`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import DataError
 from halfstep.step import StepResult
 
 
@@ -18,10 +18,13 @@ class Stepper(Protocol):
 
     sync_gradients: bool
 
+    def applied_steps(self, optimizer: Optimizer) -> int:
+        """How many steps of an optimizer were applied."""
+
     def may_clear(self) -> bool:
         """Whether gradients may be cleared now: not those of a window that is going on."""
 
-    def take_step(self, optimizer: Optimizer) -> StepResult:
+    def take_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Carry out one optimizer step or refuse it, and say which."""
 
 
@@ -29,7 +32,7 @@ class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` tells the truth; everything else is that of the optimizer it was made from.
 
     `step()` returns a `StepResult`. Inside an accumulation window it does nothing (reason "accumulating"), and
-    `zero_grad` then keeps the gradients. `applied` counts the steps that moved the weights.
+    `zero_grad` then keeps the gradients. `applied` is the number of steps that moved the weights.
     """
 
     takes_steps_itself = True  # GradScaler.step refuses it
@@ -38,7 +41,6 @@ class PreparedOptimizer(Optimizer):
         # Optimizer.__init__ is not called on purpose: groups and state are those of `optimizer`
         self.optimizer = optimizer
         self.stepper = stepper
-        self.applied = 0
         self.last_step: StepResult | None = None
 
     @property
@@ -68,15 +70,18 @@ class PreparedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    def step(self, closure: Any = None) -> StepResult:  # type: ignore[override]  # torch returns the closure's loss
-        """Update the weights if this is the end of a window and the gradients are fit; says which."""
-        if closure is not None:
-            raise ConfigError(
-                "a prepared optimizer was given a closure, whose gradients could not be checked", "Call accelerator.backward, then step()."
-            )
-        self.last_step = self.stepper.take_step(self.optimizer)
-        self.applied += self.last_step.applied
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]  # torch returns the closure's loss
+        """Update the weights if this is the end of a window and the gradients are fit; says which.
+
+        closure: for optimizers that evaluate the loss themselves; it calls `accelerator.backward(loss)`.
+        """
+        self.last_step = self.stepper.take_step(self.optimizer, closure)
         return self.last_step
+
+    @property
+    def applied(self) -> int:
+        """Steps that moved the weights."""
+        return self.stepper.applied_steps(self.optimizer)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -107,30 +112,6 @@ class PreparedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
-
-
-class PreparedScheduler:
-    """A learning rate scheduler that advances only when its optimizer has moved the weights since the last call.
-
-    So a skipped step, or a micro-batch inside a window, does not use up the schedule; a call per epoch works as ever.
-    """
-
-    def __init__(self, scheduler: Any, optimizer: PreparedOptimizer) -> None:
-        self.scheduler = scheduler
-        self.optimizer = optimizer
-        self._seen = optimizer.applied
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule if the weights moved since the last call; else hold still."""
-        if self.optimizer.applied == self._seen:
-            return
-        self._seen = self.optimizer.applied
-        self.scheduler.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
 
 
 class PreparedLoader:

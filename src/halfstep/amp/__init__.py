@@ -8,3 +8,4 @@ from halfstep.amp.casting import bind as bind
 from halfstep.amp.casting import bound_policy as bound_policy
 from halfstep.amp.casting import upcast as upcast
 from halfstep.amp.grad_scaler import GradScaler as GradScaler
+from halfstep.amp.grad_scaler import clip_grad_norm_ as clip_grad_norm_

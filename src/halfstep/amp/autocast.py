@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from halfstep.amp.emulation import Emulation, is_active
-from halfstep.errors import ConfigError
+from halfstep.amp.mode import Applied, Switched, Tables, current
+from halfstep.amp.ops import check_lists
+from halfstep.amp.routes import bare_island, tables
+from halfstep.errors import ConfigError, suggest
 from halfstep.hardware import default_device, parse_device, probe
 from halfstep.policy import Policy
 
@@ -25,52 +27,110 @@ class autocast:  # noqa: N801  the name of torch's
 
     device_type: "cpu" or "cuda"; default: the device that would be trained on.
     dtype: torch.bfloat16 or torch.float16; default: bf16 on a CPU, fp16 on a GPU, as torch.
-    enabled: False makes the block run in the dtypes of its inputs.
+    enabled: False makes the block run in the dtypes of its inputs. Inside a block where autocast is on it makes an fp32 island: every function that
+        rounds or can overflow casts its 16-bit operands up (arithmetic, reductions, products, activations, norms, losses: `amp.ops.inexact()`);
+        exact ones (views, comparisons, relu, max, where, cat), conversions, and in-place forms are left as they are.
     cache_enabled: torch's cache of cast weights. Off unless asked for: it is keyed by the tensor and not by its version,
         so weights changed inside the block would be used stale.
+    ops: "cuda" (softmax, exp, pow, sum, norms, losses and the rest of torch's CUDA list in fp32, on a CPU too) or "device" (the device's own list).
+    fp32_ops, half_ops: names of ops to run in fp32 and in 16 bits instead; "softmax" stands for torch.softmax, F.softmax and x.softmax.
 
     On a CPU without instructions for the dtype the products are emulated: the same numbers at fp32's speed.
-    Raises ConfigError for a device that is not there and for a dtype that autocast would ignore, where torch only warns and
-    runs fp32.
+    Raises ConfigError for a device that is not there, for a dtype that autocast would ignore, where torch only warns and
+    runs fp32, and for a name that is no op; F.binary_cross_entropy of 16-bit probabilities raises it inside the block, as torch does on CUDA.
+    Source of the lists: torch's documentation, "Automatic Mixed Precision package", CUDA Op-Specific Behavior.
     """
 
     def __init__(
-        self, device_type: str | None = None, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        ops: str = "cuda",
+        fp32_ops: Sequence[str] = (),
+        half_ops: Sequence[str] = (),
     ) -> None:
-        self.device_type = parse_device(device_type).type if device_type is not None else default_device().type
-        self.dtype = dtype if dtype is not None else torch.get_autocast_dtype(self.device_type)
-        self.enabled = enabled
-        self.cache_enabled = bool(cache_enabled)
-        if enabled and self.dtype not in NAMES:
-            raise ConfigError(
-                f"autocast to {self.dtype} was asked for, and only torch.bfloat16 and torch.float16 have an effect",
-                "Use one of them, or enabled=False.",
-            )
-        self._emulated = enabled and self.device_type == "cpu" and not probe("cpu").is_native(NAMES[self.dtype])
-        if enabled and self.device_type != "cpu":
-            probe(self.device_type)  # refuses a device that is not there
-        self._open: list[ExitStack] = []
+        self.ops, self.fp32_ops, self.half_ops = ops, _op_names("fp32_ops", fp32_ops), _op_names("half_ops", half_ops)
+        self.enabled, self.cache_enabled = enabled, bool(cache_enabled)
+        self.device_type, self.dtype, self._emulated = _settled(device_type, dtype, enabled, ops, self.fp32_ops, self.half_ops)
+        self._open: list[tuple[Switched, Applied | None]] = []
 
     def __enter__(self) -> autocast:
-        stack = ExitStack()
-        stack.enter_context(torch.autocast(self.device_type, self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled))
-        if self._emulated and not is_active():
-            stack.enter_context(Emulation())
-        self._open.append(stack)
+        wanted = self._tables()
+        switched = Switched(self.device_type, self.enabled, self.dtype, self.cache_enabled)
+        applied = Applied(self.device_type, wanted) if wanted is not None else None
+        switched.__enter__()
+        if applied is not None:
+            applied.__enter__()
+        self._open.append((switched, applied))
         return self
 
+    def _tables(self) -> Tables | None:
+        """What a mode has to do inside this block, or None where torch's autocast alone does it."""
+        mode = current(self.device_type)
+        if self.enabled:
+            wanted = _wanted(self.device_type, self.ops, self.fp32_ops, self.half_ops, self._emulated)
+            return wanted if wanted.acts_on or mode is not None else None
+        if torch.is_autocast_enabled(self.device_type) or (mode is not None and mode.tables.acts_off):
+            around = mode.tables.island or mode.tables if mode is not None else None
+            return around if around is not None and around.acts_off else _island(self.device_type)
+        return None
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open.pop().__exit__(kind, error, trace)
+        switched, applied = self._open.pop()
+        if applied is not None:
+            applied.__exit__(kind, error, trace)
+        switched.__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate `function`: each of its calls runs inside a block of its own."""
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            with autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+            lists: dict[str, Any] = {"ops": self.ops, "fp32_ops": self.fp32_ops, "half_ops": self.half_ops}
+            with autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, **lists):
                 return function(*args, **kwargs)
 
         return inside
+
+
+def _op_names(key: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{key}={given!r} is not a list of names", f"Write {key}=('softmax',).")
+    return tuple(given)
+
+
+def _settled(
+    device_type: str | None, dtype: torch.dtype | None, enabled: bool, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...]
+) -> tuple[str, torch.dtype, bool]:
+    """Device, dtype and whether products are emulated, for what was asked; refused with ConfigError where it cannot be had."""
+    device = parse_device(device_type).type if device_type is not None else default_device().type
+    chosen = dtype if dtype is not None else torch.get_autocast_dtype(device)
+    if enabled and chosen not in NAMES:
+        raise ConfigError(
+            f"autocast to {chosen} was asked for, and only torch.bfloat16 and torch.float16 have an effect", "Use one of them, or enabled=False."
+        )
+    if op_list not in ("cuda", "device"):
+        raise ConfigError(f"ops={op_list!r} is not known", suggest(str(op_list), ("cuda", "device")))
+    check_lists(fp32_ops, half_ops)
+    facts = probe(device) if enabled else None  # refuses a device that is not there
+    return device, chosen, facts is not None and device == "cpu" and not facts.is_native(NAMES[chosen])
+
+
+def _wanted(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...], emulate: bool) -> Tables:
+    return tables(device, op_list, fp32_ops, half_ops, emulate)
+
+
+def _island(device: str) -> Tables:
+    return bare_island(device)
+
+
+# torch.compile calls these once and does not look inside: torch.compiler.assume_constant_result, without a second of imports
+_settled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_wanted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_island._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Fp32Products:
@@ -142,17 +202,24 @@ def forward_context(policy: Policy, device: torch.device) -> Region:
     if device.type == "cuda":
         parts.append(functools.partial(Fp32Products, policy.tf32))
     if policy.is_mixed:
-        parts.append(functools.partial(autocast, device.type, policy.dtype))
+        parts.append(functools.partial(_autocast_of, policy, device.type))
     return Region(*parts)
+
+
+def _autocast_of(policy: Policy, device_type: str) -> autocast:
+    return autocast(device_type, policy.dtype, ops=policy.ops, fp32_ops=policy.fp32_ops, half_ops=policy.half_ops)
 
 
 def backward_context(policy: Policy, device: torch.device) -> Region:
     """The block in which a backward pass under `policy` runs.
 
-    On a CPU that emulates, a forward pass that is computed again inside it (activation checkpointing) is emulated as the first one was.
+    A forward pass that is computed again inside it (activation checkpointing) sees the op policy that the first one saw.
     """
+    parts: list[Callable[[], AbstractContextManager[Any]]] = []
     if device.type == "cuda":
-        return Region(functools.partial(Fp32Products, policy.tf32))
-    if policy.is_mixed and not probe(device).is_native(policy.autocast):
-        return Region(lambda: ExitStack() if is_active() else Emulation())
-    return Region()
+        parts.append(functools.partial(Fp32Products, policy.tf32))
+    if policy.is_mixed:
+        wanted = _autocast_of(policy, device.type)._tables()
+        if wanted is not None:
+            parts.append(functools.partial(Applied, device.type, wanted))
+    return Region(*parts)

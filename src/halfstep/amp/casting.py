@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MethodType
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.amp.autocast import autocast, forward_context
+from halfstep.amp.mode import Within, inside
+from halfstep.amp.ops import HALF, check_lists
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, select
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,17 @@ class Binding:
 
     module: nn.Module
     fp32: tuple[str, ...]
-    before: tuple[tuple[str, Any], ...] = ()  # names of the modules changed, with the forward that stood on the instance, if any
+    changed: tuple[tuple[str, Any, Any], ...] = ()  # name of a module, its forward now, and the one that stood on the instance before, if any
 
     def remove(self) -> None:
-        """Give the module and its fp32 parts the forward methods back that they had."""
-        for name, forward in self.before:
+        """Give the module and its parts the forward methods back that they had; a part that was bound anew since then keeps its own."""
+        for name, ours, before in self.changed:
             part = self.module.get_submodule(name)
-            part.__dict__.pop("forward", None)
-            if forward is not None:
-                part.forward = forward
+            if part.__dict__.get("forward") is not ours:
+                continue
+            del part.forward
+            if before is not None:
+                part.forward = before
 
 
 def bound_policy(module: nn.Module) -> Policy | None:
@@ -47,9 +50,12 @@ def bound_policy(module: nn.Module) -> Policy | None:
 def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
     """Make `module.forward` run under `policy`, in every thread, with its 16-bit outputs cast up to fp32 if the policy says so.
 
+    Its submodules do so too when they are called by themselves, from wherever (`model.head(x)`, a checkpointed block computed again): called
+    inside the module's own forward pass they add nothing, and a block that the user opens there is obeyed.
     Modules that `policy.fp32` names run with autocast off and their 16-bit inputs cast up; they leave fp32 outputs.
-    Weights are not touched: no bytes are added per parameter. The bound method follows the module through deepcopy.
-    Raises ConfigError for a pattern that matches no module, or one that torch never calls, and for a module that is bound.
+    Weights are not touched: no bytes are added per parameter. The bound methods follow the module through deepcopy.
+    Raises ConfigError for a pattern that matches no module, or one that torch never calls, for a name of an op that is none, and for a
+    module that is bound.
     """
     already = bound_policy(module)
     if already is not None:
@@ -60,21 +66,37 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
             raise ConfigError(
                 f"fp32={name} has no effect: nn.MultiheadAttention reads its weights and never calls it", "Name the attention module itself."
             )
-    before = tuple((name, module.get_submodule(name).__dict__.get("forward")) for name in (*held, ""))
-    for name in held:
-        part = module.get_submodule(name)
-        part.forward = MethodType(_in_fp32(_function(part), device.type), part)
-    under = _under(_function(module), policy, device)
-    under.halfstep_policy = policy  # type: ignore[attr-defined]  # read by bound_policy
-    module.forward = MethodType(under, module)
-    return Binding(module, held, before)
+    check_lists(policy.fp32_ops, policy.half_ops)
+    changed: list[tuple[str, Any, Any]] = []
+    own = [f"{name}." for name, part in module.named_modules() if name and bound_policy(part) is not None]
+    for name, part in list(module.named_modules()):
+        if name and (not _binds(part) or any(f"{name}.".startswith(o) for o in own) or (not policy.is_mixed and device.type == "cpu")):
+            continue
+        if not name:
+            function = _under(_function(part), policy, device)
+            function.halfstep_policy = policy  # type: ignore[attr-defined]  # read by bound_policy
+        elif name in held:
+            function = _held(_function(part), policy, device)
+        else:
+            function = _part(_function(part), policy, device, any(name.startswith(f"{outer}.") for outer in held))
+        before = part.__dict__.get("forward")
+        part.forward = MethodType(function, part)
+        changed.append((name, part.__dict__["forward"], before))
+    return Binding(module, held, tuple(changed))
+
+
+def _binds(part: nn.Module) -> bool:
+    """Whether a submodule gets a bound method: it is called itself, and is no compiled script."""
+    called = type(part).forward is not nn.Module.forward or "forward" in part.__dict__
+    return called and not isinstance(part, torch.jit.ScriptModule)
 
 
 def _function(module: nn.Module) -> Callable[..., Any]:
     """The forward method of a module as a function of (module, ...), so that it can be bound anew and survive a deepcopy."""
     forward: Any = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
-        return forward.__func__
+        within: Callable[..., Any] | None = getattr(forward.__func__, "halfstep_part_of", None)
+        return within or forward.__func__
 
     @functools.wraps(forward)
     def borrowed(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -100,22 +122,53 @@ def _called(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _under(forward: Callable[..., Any], policy: Policy, device: torch.device) -> Callable[..., Any]:
+    """The forward method of a bound module: each call is inside a block of its own."""
+
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with forward_context(policy, device):
+        with Within(policy), forward_context(policy, device):
             outputs = forward(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 
     return run
 
 
-def _in_fp32(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+def _part(forward: Callable[..., Any], policy: Policy, device: torch.device, in_held: bool) -> Callable[..., Any]:
+    """The forward method of a submodule: as it is inside the bound module's forward pass, else under the policy.
+
+    in_held: it is a part of a module held in fp32, and runs in fp32 by itself too.
+    """
+
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with autocast(device_type, enabled=False):
+        if inside.policy is policy:
+            return forward(self, *args, **kwargs)
+        with Within(policy), forward_context(policy, device), autocast(device.type, enabled=False) if in_held else nullcontext():
+            outputs = forward(self, *args, **kwargs)
+        return outputs if policy.output == "compute" or _computed_again() else upcast(outputs)
+
+    run.halfstep_part_of = forward  # type: ignore[attr-defined]  # read by _function: binding it anew binds what it had
+    return run
+
+
+def _held(forward: Callable[..., Any], policy: Policy, device: torch.device) -> Callable[..., Any]:
+    """The forward method of a module held in fp32."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if inside.policy is policy:
+            with autocast(device.type, enabled=False):
+                return forward(self, *upcast(args), **upcast(kwargs))
+        with Within(policy), forward_context(policy, device), autocast(device.type, enabled=False):
             return forward(self, *upcast(args), **upcast(kwargs))
 
+    run.halfstep_part_of = forward  # type: ignore[attr-defined]
     return run
+
+
+def _computed_again() -> bool:
+    """Whether this call is made by a backward pass (activation checkpointing): its outputs must then be as they were, in 16 bits."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def upcast(value: Any) -> Any:

@@ -4,29 +4,58 @@ Such a CPU runs torch's bf16 and fp16 matrix products 30 to 60 times slower than
 to 16 bits, multiplied in fp32 and the result is rounded to 16 bits: what a 16-bit product with fp32 accumulation is. Only
 the order of the fp32 sums may differ from another implementation's.
 
-`Emulation` is a TorchFunctionMode: it acts inside one `with` block of one thread and nowhere else, and it follows
-`torch.autocast` (nested blocks that switch autocast off, or to another dtype, are obeyed).
+`ROUTES` says which functions are rounded so; `Emulation` is a mode with these and nothing else. It acts inside one `with` block of one thread
+and nowhere else, and it follows `torch.autocast` (nested blocks that switch autocast off, or to another dtype, are obeyed).
 """
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-Route = Callable[..., Any]
+from halfstep.amp.mode import OpMode, Route, Tables, current, without_autocast
+from halfstep.amp.ops import forms
 
 
-def _exact() -> torch.autocast:
-    """The block in which a product of fp32 tensors stays in fp32 although autocast is on outside."""
-    return torch.autocast("cpu", enabled=False)
+@torch.library.custom_op("halfstep::narrow", mutates_args=())
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)` as one op that a compiler does not look into."""
+    return x.to(dtype, copy=True)
+
+
+@_narrow.register_fake
+def _narrow_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _narrow_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+def _narrow_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad.to(ctx.dtype), None
+
+
+_narrow.register_autograd(_narrow_backward, setup_context=_narrow_context)
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` rounded to a 16-bit format.
+
+    torch.compile's inductor drops a rounding whose result is used in fp32 in the same kernel, which is what emulation consists of; it keeps ops that
+    it does not know.
+    """
+    return _narrow(x, dtype) if torch.compiler.is_compiling() and x.dtype != dtype else x.to(dtype)
+
+
+def _exactly(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """A product of fp32 tensors that stays in fp32 although autocast is on outside."""
+    return without_autocast("cpu", function, *args, **kwargs)
 
 
 class _Matmul(torch.autograd.Function):
@@ -39,8 +68,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        with _exact():
-            return torch.matmul(a.float(), b.float()).to(a.dtype)
+        return narrow(_exactly(torch.matmul, a.float(), b.float()), a.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -50,9 +78,8 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         wide = grad.float()
-        with _exact():
-            grad_a = _fit(torch.matmul(wide, b.float().mT), a) if ctx.needs_input_grad[0] else None
-            grad_b = _fit(torch.matmul(a.float().mT, wide), b) if ctx.needs_input_grad[1] else None
+        grad_a = _fit(_exactly(torch.matmul, wide, b.float().mT), a) if ctx.needs_input_grad[0] else None
+        grad_b = _fit(_exactly(torch.matmul, a.float().mT, wide), b) if ctx.needs_input_grad[1] else None
         return grad_a, grad_b
 
 
@@ -67,8 +94,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        with _exact():
-            return torch.addmm(bias.float(), x.float(), weight.float()).to(x.dtype)
+        return narrow(_exactly(torch.addmm, bias.float(), x.float(), weight.float()), x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -79,12 +105,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wide = grad.float()
         need_x, need_w, need_b = ctx.needs_input_grad
-        with _exact():
-            return (
-                torch.mm(wide, weight.float().mT).to(x.dtype) if need_x else None,
-                torch.mm(x.float().mT, wide).to(weight.dtype) if need_w else None,
-                wide.sum(0).to(weight.dtype) if need_b else None,
-            )
+        return (
+            narrow(_exactly(torch.mm, wide, weight.float().mT), x.dtype) if need_x else None,
+            narrow(_exactly(torch.mm, x.float().mT, wide), weight.dtype) if need_w else None,
+            narrow(wide.sum(0), weight.dtype) if need_b else None,
+        )
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -94,7 +119,7 @@ def _flat(t: Tensor) -> Tensor:
 
 def _fit(grad: Tensor, like: Tensor) -> Tensor:
     """Sum a gradient over broadcast batch dimensions, in fp32, then round it."""
-    return grad.sum_to_size(like.shape).to(like.dtype)
+    return narrow(grad.sum_to_size(like.shape), like.dtype)
 
 
 def _eligible(*tensors: Any) -> bool:
@@ -104,7 +129,7 @@ def _eligible(*tensors: Any) -> bool:
 
 def _product(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
     """torch.matmul's meaning for 1-D operands, then the rounded product."""
-    a16, b16 = a.to(dtype), b.to(dtype)
+    a16, b16 = narrow(a, dtype), narrow(b, dtype)
     left, right = a16.dim() == 1, b16.dim() == 1
     if left or b16.dim() > 2 or right:
         y: Tensor = _Matmul.apply(a16[None] if left else a16, b16[:, None] if right else b16)  # type: ignore[no-untyped-call]
@@ -114,7 +139,7 @@ def _product(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
     return y.squeeze(-1) if right else y
 
 
-def _matmul(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
+def _matmul(dtype: torch.dtype, func: Route, /, *args: Any, **kwargs: Any) -> Any:
     named = [kwargs[k] for k in ("self", "input", "tensor", "mat2", "other") if k in kwargs]
     operands = [*args, *named]
     if len(operands) != 2 or len(named) != len(kwargs) or not _eligible(*operands):
@@ -122,56 +147,51 @@ def _matmul(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
     return _product(dtype, *operands)
 
 
-def _rmatmul(dtype: torch.dtype, func: Route, right: Any, left: Any) -> Any:
+def _rmatmul(dtype: torch.dtype, func: Route, /, right: Any, left: Any) -> Any:
     return _product(dtype, left, right) if _eligible(left, right) else func(right, left)
 
 
-def _linear(dtype: torch.dtype, func: Route, input: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(dtype: torch.dtype, func: Route, /, input: Any, weight: Any, bias: Any = None) -> Any:
     if not _eligible(input, weight, *([] if bias is None else [bias])):
         return func(input, weight, bias)
     if weight.dim() != 2:
-        return _rounded(dtype, func, input, weight, bias)
-    x, w = input.to(dtype), weight.to(dtype).mT
+        return rounded(dtype, func, input, weight, bias)
+    x, w = narrow(input, dtype), narrow(weight, dtype).mT
     if bias is None:
         return _product(dtype, x, w)
-    y: Tensor = _Linear.apply(_flat(x), w, bias.to(dtype))  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(_flat(x), w, narrow(bias, dtype))  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _rounded(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
-    """Any function of tensors: operands rounded, the function in fp32, results rounded. Saves fp32 operands for backward."""
-    floats = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()]
+def rounded(dtype: torch.dtype, func: Route, /, *args: Any, **kwargs: Any) -> Any:
+    """Any function of tensors, also in lists (an LSTM's weights): operands rounded, the function in fp32, results rounded.
+
+    Saves fp32 operands for backward. A recurrent network computes all its steps in fp32.
+    """
+    floats = [
+        t for a in (*args, *kwargs.values()) for t in (a if type(a) in (list, tuple) else (a,)) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
     if not floats or not _eligible(*floats) or kwargs.get("out") is not None:
         return func(*args, **kwargs)
 
     def up(value: Any) -> Any:
-        return value.to(dtype).float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        if isinstance(value, Tensor):
+            return narrow(value, dtype).float() if value.is_floating_point() else value
+        return type(value)(up(v) for v in value) if type(value) in (list, tuple) else value
 
-    with _exact():
-        result = func(*(up(a) for a in args), **{k: up(v) for k, v in kwargs.items()})
-    return result.to(dtype) if isinstance(result, Tensor) else result
-
-
-def _recurrent(dtype: torch.dtype, func: Route, *args: Any, **kwargs: Any) -> Any:
-    """A whole LSTM, GRU or RNN: inputs, states and weights rounded, every step in fp32, the sequences rounded."""
-    leaves = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and a.is_floating_point()]
-    if not _eligible(*leaves):
-        return func(*args, **kwargs)
-
-    def up(value: Any) -> Any:
-        return value.to(dtype).float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    wide_args, wide_kwargs = tree_map(up, (args, kwargs))
-    with _exact():
-        return tree_map(lambda t: t.to(dtype), func(*wide_args, **wide_kwargs))
+    result = _exactly(func, *(up(a) for a in args), **{k: up(v) for k, v in kwargs.items()})
+    return narrow(result, dtype) if isinstance(result, Tensor) else tree_map(lambda t: _down(t, dtype), result)
 
 
-def _einsum(dtype: torch.dtype, func: Route, equation: Any, *operands: Any) -> Any:
+def _down(value: Any, dtype: torch.dtype) -> Any:
+    return narrow(value, dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+
+def _einsum(dtype: torch.dtype, func: Route, /, equation: Any, *operands: Any) -> Any:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or not _eligible(*tensors) or not _contracts(equation, tensors):
         return func(equation, *operands)
-    with _exact():
-        return func(equation, *(t.to(dtype).float() for t in tensors)).to(dtype)
+    return narrow(_exactly(func, equation, *(narrow(t, dtype).float() for t in tensors)), dtype)
 
 
 def _contracts(equation: str, tensors: Sequence[Tensor]) -> bool:
@@ -189,16 +209,6 @@ def _contracts(equation: str, tensors: Sequence[Tensor]) -> bool:
     return any(all(x.shape[place[i]] != 1 for x, place in zip(tensors, places, strict=True)) for i in summed)
 
 
-@functools.cache
-def _opened(func: types.FunctionType) -> Route:
-    """A copy of a composite function of torch that does not hand itself back to the mode, so that its inner products are seen."""
-    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = func.__globals__ | {name: lambda *_: False for name in names if name in func.__globals__}
-    copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
 ROUTES: Mapping[Any, Route] = {
     F.linear: _linear,
     torch.matmul: _matmul,
@@ -210,30 +220,22 @@ ROUTES: Mapping[Any, Route] = {
     Tensor.__matmul__: _matmul,
     Tensor.__rmatmul__: _rmatmul,
     torch.einsum: _einsum,
-    **dict.fromkeys((torch.addmm, torch.baddbmm, torch.addbmm, Tensor.addmm, Tensor.baddbmm, Tensor.addbmm), _rounded),
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _rounded),
-    F.scaled_dot_product_attention: _rounded,
-    torch.lstm: _recurrent,  # torch's autocast casts LSTMs on the CPU, and neither GRUs nor plain RNNs
+    **dict.fromkeys((torch.addmm, torch.baddbmm, torch.addbmm, Tensor.addmm, Tensor.baddbmm, Tensor.addbmm), rounded),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), rounded),
+    F.scaled_dot_product_attention: rounded,
+    **dict.fromkeys(forms("multi_dot") + forms("vecdot"), rounded),
+    torch.lstm: rounded,  # torch's autocast casts LSTMs on the CPU, and neither GRUs nor plain RNNs
 }
 
 
 def is_active() -> bool:
-    """Whether an `Emulation` block is open in this thread; a second one inside it would only repeat its work."""
-    return any(isinstance(mode, Emulation) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    """Whether products are emulated in this thread; a second emulation inside would only repeat the work."""
+    mode = current("cpu")
+    return mode is not None and mode.tables.emulated
 
 
-OPENED = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-
-
-class Emulation(TorchFunctionMode):
+class Emulation(OpMode):
     """Inside this block, products that autocast would run in 16 bits on the CPU are rounded to 16 bits and run in fp32."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in OPENED:
-            with self:
-                return _opened(func)(*args, **kwargs)
-        route = ROUTES.get(func)
-        if route is None or not torch.is_autocast_enabled("cpu"):
-            return func(*args, **kwargs)
-        return route(torch.get_autocast_dtype("cpu"), func, *args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__("cpu", Tables(on=ROUTES, emulated=True))

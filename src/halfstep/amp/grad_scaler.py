@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, suggest
 from halfstep.hardware import parse_device
 from halfstep.policy import LARGEST_SCALE, LossScale, power_of_two
-from halfstep.step import DynamicScaling, NoScaling, StepEngine, StepResult, scaling_for
+from halfstep.step import (
+    Agree,
+    DynamicScaling,
+    Follower,
+    FollowingScaling,
+    NoScaling,
+    OnOverflow,
+    StepEngine,
+    StepResult,
+    StepState,
+    clip,
+    maker_of,
+    scaling_for,
+)
 
 Outputs = TypeVar("Outputs")
+
+
+STRATEGIES = {"follow": FollowingScaling, "stock": DynamicScaling}
+ON_OVERFLOW = ("skip", "replay", "raise")
 
 
 class GradScaler:
@@ -27,8 +48,17 @@ class GradScaler:
       is not the loss's is refused.
     - `step` returns a `StepResult`, true when the weights moved. Every optimizer is told apart, fused ones included: its
       step is simply not called when a gradient is inf, NaN or above 2^60.
+    - `strategy="follow"`: the first `scale(loss)` probes the backward pass under several scales, `init_scale` first, and starts
+      where it has head room, so no step is lost to finding the scale; later it follows the size of the gradients. "stock" is
+      torch's rule: starts at `init_scale`, halves after an overflow, doubles after `growth_interval` good steps.
     - the scale is a power of two and stays in [`floor`, `ceiling`]; a non-finite loss does not lower it.
-    - after `patience` bad steps in a row `step` raises `DivergedError`.
+    - `on_overflow`: "skip" the step; "replay" its backward passes at lower scales until the gradients are fit (the graphs of a
+      step are kept until it is taken: the memory of its saved activations); or "raise" `StepRefusedError`.
+    - after `patience` bad steps of an optimizer in a row `step` raises `DivergedError`.
+    - gradients that are changed or stepped with while still scaled are refused at that line.
+    - `agree`: a function that gets a small fp32 tensor and returns its maximum over all ranks, so that they skip together.
+    - `deferred`: whether verdicts may be read after the step, which spares a GPU the wait; default: on a GPU, for "skip" and
+      torch's fused optimizers. Their `StepResult` waits when it is read.
     - `enabled=False` turns the scaling off and keeps the checks, so the same loop serves bf16 and fp32.
 
     Memory: none per parameter. One pass over the gradients to measure, one to unscale; the verdict is read to the host
@@ -44,25 +74,48 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
+        strategy: Literal["follow", "stock"] = "follow",
+        on_overflow: OnOverflow = "skip",
         floor: float = 1.0,
         ceiling: float = LARGEST_SCALE,
         patience: int = 50,
+        agree: Agree | None = None,
+        deferred: bool | None = None,
     ) -> None:
         self.device = device
-        scaling = DynamicScaling(init_scale, growth_factor, backoff_factor, growth_interval, floor, ceiling) if enabled else NoScaling()
-        self._engine = StepEngine(scaling, patience)
+        for name, value, known in (("strategy", strategy, STRATEGIES), ("on_overflow", on_overflow, ON_OVERFLOW)):
+            if value not in known:
+                raise ConfigError(f"{name}={value!r} is not known", suggest(str(value), known))
+        kind = STRATEGIES[strategy]
+        scaling = kind(init_scale, growth_factor, backoff_factor, growth_interval, floor, ceiling) if enabled else NoScaling()
+        self._engine = StepEngine(scaling, patience, on_overflow=on_overflow, agree=agree, deferred=deferred)
 
     @classmethod
-    def from_policy(cls, scale: LossScale, *, patience: int = 50) -> GradScaler:
+    def from_policy(cls, scale: LossScale, *, patience: int = 50, on_overflow: OnOverflow = "skip", agree: Agree | None = None) -> GradScaler:
         """The scaler that a policy's loss scale describes: none, static or dynamic."""
-        scaler = cls(enabled=False, patience=patience)
+        if scale.kind == "static" and on_overflow == "replay":
+            raise ConfigError(f"on_overflow='replay' has no effect with scale={scale}, which is never lowered", "Use scale=dynamic, or 'skip'.")
+        scaler = cls(enabled=False, patience=patience, on_overflow=on_overflow, agree=agree)
         scaler._engine.scaling = scaling_for(scale)
         return scaler
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the scaler needs (deepcopy, pickle): settings, scale and counts, and nothing of gradients at hand."""
+        self._engine.settle()
+        state = self._engine.state
+        settings = {"on_overflow": state.on_overflow, "agree": state.agree, "deferred": state.deferred}
+        return {"device": self.device, "scaling": state.scaling, "patience": state.patience, "bad_steps": self.bad_steps, "settings": settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.device = state["device"]
+        self._engine = StepEngine(copy.copy(state["scaling"]), state["patience"], **state["settings"])
+        self._engine.bad_steps = state["bad_steps"]
 
     def scale(self, outputs: Outputs) -> Outputs:
         """A loss (or an iterable of losses) times the loss scale; call `.backward()` on the result.
 
-        A 16-bit loss is scaled in fp32. Raises ConfigError when the loss is on another device than the one given.
+        A 16-bit loss is scaled in fp32. The first call calibrates the scale (at most nine further backward passes, their gradients
+        thrown away). Raises ConfigError for a loss without a graph, an integer loss, and one on another device than the one given.
         """
         if isinstance(outputs, Tensor):
             self._check_device(outputs)
@@ -79,20 +132,18 @@ class GradScaler:
         """
         self._engine.unscale(optimizer)
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> StepResult:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Unscale if that was not done, then call `optimizer.step()` if the gradients and the loss are fit to be used.
 
-        Raises StepOrderError for a wrong order of calls, DivergedError after `patience` bad steps in a row, ConfigError
-        for a closure, which would make its gradients behind the scaler's back.
+        closure: for optimizers that evaluate the loss themselves (LBFGS, SAM-like); it calls `scale(loss).backward()`. Each of its
+        evaluations is unscaled and judged; a bad one ends the step and puts weights and states back (memory: a copy of both).
+
+        Raises StepOrderError for a wrong order of calls, DivergedError after `patience` bad steps in a row, StepRefusedError for
+        a bad step under on_overflow="raise".
         """
-        if args or kwargs:
-            raise ConfigError(
-                "step() was given a closure or other arguments, and gradients made inside a closure cannot be checked",
-                "Run the closure yourself before step(optimizer); for LBFGS use optimizer.step(closure) without a scaler, in fp32.",
-            )
         if getattr(optimizer, "takes_steps_itself", False):
             raise ConfigError("this optimizer was prepared by an accelerator, which scales and unscales by itself", "Call optimizer.step().")
-        return self._engine.step(optimizer)
+        return self._engine.step(optimizer, closure)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale follow the steps since the last update, or set it to `new_scale` (a power of two)."""
@@ -117,13 +168,51 @@ class GradScaler:
         """Give parameters the names (as from `model.named_parameters()`) by which a bad gradient is reported."""
         self._engine.name_parameters(named)
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Make an optimizer known before its first step, so that `clip_grad_norm_` can unscale its gradients."""
-        self._engine.know(optimizer)
+    def watch(self, item: Optimizer | nn.Module) -> None:
+        """Make an optimizer or a module known before its first step.
+
+        Of a module, the buffers that its forward pass changes (BatchNorm's running statistics) become part of the step: a step that
+        is refused puts them back. Running statistics are also found without this, from the graph of the first losses, but a
+        first batch that is bad is then too early. Memory: a copy of the buffers that change.
+        """
+        self._engine.know(item)
+
+    def follow(self, scheduler: Any, optimizer: Optimizer | None = None) -> Follower:
+        """A scheduler in its place that holds still when its optimizer's step (that of `optimizer`, if given) was refused."""
+        return Follower(scheduler, self._engine, optimizer if optimizer is not None else scheduler.optimizer)
+
+    def applied_steps(self, optimizer: Optimizer) -> int:
+        """How many steps of this optimizer were applied."""
+        self._engine.settle()
+        return self._engine.state.record(optimizer).applied
+
+    def trying(self) -> AbstractContextManager[None]:
+        """A block whose steps will be computed again if they overflow: such a refusal is not counted and moves no scale."""
+        return self._engine.trying()
+
+    def on_applied(self, optimizer: Optimizer, function: Callable[[], object]) -> None:
+        """Call `function()` after each step that was applied: an EMA of the weights, a counter."""
+        self._engine.state.record(optimizer).hooks.append(function)
+
+    def edits(self) -> AbstractContextManager[None]:
+        """A block in which gradients that are still scaled may be edited by something that does not depend on the scale (`p.grad.div_(n)`)."""
+        return self._engine.edits()
 
     def get_scale(self) -> float:
-        """The scale that the next loss will get; 1 when scaling is off."""
+        """The scale that the next loss will get (the first loss may calibrate it); 1 when scaling is off."""
+        self._engine.settle()
+        self._engine.state.scale_was_read = True
         return self._engine.scaling.scale
+
+    @property
+    def scale_at_hand(self) -> float:
+        """The scale that the gradients made last were made under; 1 when scaling is off."""
+        return self._engine.state.scale_at_hand
+
+    @property
+    def floor(self) -> float:
+        """The lowest scale there can be."""
+        return self._engine.scaling.floor
 
     def is_enabled(self) -> bool:
         """Whether losses are scaled. The checks on gradients are on in any case."""
@@ -163,7 +252,8 @@ class GradScaler:
         self._replace(window=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under torch's keys, with floor, ceiling and the count of bad steps; empty when scaling is off."""
+        """The state under torch's keys, with what is ours beside them; empty when scaling is off."""
+        self._engine.settle()
         scaling = self._engine.scaling
         if not scaling.active:
             return {}
@@ -177,15 +267,26 @@ class GradScaler:
                 "floor": scaling.floor,
                 "ceiling": scaling.ceiling,
             }
+        if isinstance(scaling, FollowingScaling):
+            fallen = scaling.scale if scaling.upcoming is None else scaling.upcoming
+            state |= {"scale": fallen, "limit": scaling.limit, "peak": scaling.peak, "calibrated": scaling.calibrated}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict()` or from `torch.amp.GradScaler`'s. Nothing is changed when it does not fit.
 
-        A scale that is not a power of two (torch allows that) is rounded down to one, with a warning.
-        Raises CheckpointError for an empty state or one without a scale.
+        A scale that is not a power of two (torch allows that) is rounded down to one, with a warning. An empty state (saved without
+        a scaler, or with one that was off) is announced with a warning, and the next loss calibrates the scale.
+        Raises CheckpointError for a state without a scale, or with one that no run can go on from.
         """
         if not self.is_enabled():
+            return
+        if not state_dict and isinstance(self._engine.scaling, FollowingScaling):
+            warnings.warn(
+                f"the checkpoint holds no loss scale; the next loss calibrates it anew, from {self._engine.scaling.scale:g} on",
+                stacklevel=2,
+            )
+            self._engine.scaling.calibrated = False
             return
         if "scale" not in state_dict:
             raise CheckpointError(
@@ -198,15 +299,20 @@ class GradScaler:
         if isinstance(scaling, DynamicScaling):
             floor, ceiling = float(state_dict.get("floor", scaling.floor)), float(state_dict.get("ceiling", scaling.ceiling))
             usable = _round_down(min(max(scale, floor), ceiling))
-            self._engine.scaling = DynamicScaling(
-                usable,
-                float(state_dict.get("growth_factor", scaling.growth)),
-                float(state_dict.get("backoff_factor", scaling.backoff)),
-                int(state_dict.get("growth_interval", scaling.window)),
-                floor,
-                ceiling,
-                int(state_dict.get("_growth_tracker", 0)),
+            loaded = replace(
+                scaling,
+                scale=usable,
+                growth=float(state_dict.get("growth_factor", scaling.growth)),
+                backoff=float(state_dict.get("backoff_factor", scaling.backoff)),
+                window=int(state_dict.get("growth_interval", scaling.window)),
+                floor=floor,
+                ceiling=ceiling,
+                good=int(state_dict.get("_growth_tracker", 0)),
             )
+            if isinstance(loaded, FollowingScaling):  # torch's state has none of these: its scale is taken as found
+                loaded.limit, loaded.peak = float(state_dict.get("limit", loaded.limit)), float(state_dict.get("peak", 0.0))
+                loaded.calibrated, loaded.upcoming = bool(state_dict.get("calibrated", True)), None
+            self._engine.scaling = loaded
         else:
             usable = _round_down(scale)
             scaling.scale = usable
@@ -221,8 +327,7 @@ class GradScaler:
         return scaling
 
     def _replace(self, **changes: Any) -> None:
-        old = self._dynamic()
-        self._engine.scaling = DynamicScaling(**(vars(old) | changes))
+        self._engine.scaling = replace(self._dynamic(), **changes)
 
     def _check_device(self, loss: Tensor) -> None:
         kind = loss.device.type
@@ -238,3 +343,18 @@ class GradScaler:
 def _round_down(scale: float) -> float:
     """The largest power of two that is not above `scale`."""
     return 2.0 ** (math.frexp(scale)[1] - 1)
+
+
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` that cannot act on scaled gradients: those a GradScaler has made are unscaled first.
+
+    Returns the norm of the unscaled gradients before clipping, a scalar tensor. Bad gradients are left as they are: the step
+    will be refused. Raises ConfigError when the gradients come from several scalers.
+    """
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    makers = {id(m): m for p in chosen if p.grad is not None and isinstance(m := maker_of(p.grad), StepState)}
+    if not makers:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+    if len(makers) > 1:
+        raise ConfigError("these gradients were made by several GradScalers", "Clip the parameters of each by themselves.")
+    return clip(next(iter(makers.values())), chosen, max_norm, norm_type)

@@ -93,8 +93,11 @@ def _with(policy: Policy, key: str, value: str) -> Policy:
     if key == "output":
         allowed = get_args(get_type_hints(Policy)["output"])
         return replace(policy, output=_choice(key, value, allowed))  # type: ignore[arg-type]  # checked on this line
-    if key == "fp32":
-        return replace(policy, fp32=tuple(p.strip() for p in value.split("|") if p.strip()))
+    if key == "ops":
+        return replace(policy, ops=_choice(key, value, ("cuda", "device")))  # type: ignore[arg-type]  # checked on this line
+    if key in ("fp32", "fp32_ops", "half_ops"):
+        listed = tuple(p.strip() for p in value.split("|") if p.strip())
+        return replace(policy, **{key: listed})  # type: ignore[arg-type]  # these three are tuples of text
     if key == "scale":
         kind, _, init = value.partition(":")
         _choice(key, kind, ("none", "static", "dynamic"))
@@ -108,6 +111,9 @@ def _with(policy: Policy, key: str, value: str) -> Policy:
         if not value.isdigit() or int(value) < 1:
             raise ConfigError(f"scale_window={value!r} is not a number of steps", "Write a whole number of 1 or more, for example 2000.")
         return replace(policy, scale=replace(policy.scale, window=int(value)))
+    if key == "scale_strategy":
+        strategy = _choice(key, value, ("follow", "stock"))
+        return replace(policy, scale=replace(policy.scale, strategy=strategy))  # type: ignore[arg-type]  # checked on the line above
     if key == "scale_floor":
         return replace(policy, scale=replace(policy.scale, floor=_power(key, value)))
     return replace(policy, scale=replace(policy.scale, ceiling=_power(key, value)))
@@ -157,6 +163,7 @@ def check(policy: Policy) -> Policy:
         power_of_two(key, number)
     if policy.autocast == "fp32" and policy.fp32:
         raise ConfigError(f"fp32={'|'.join(policy.fp32)} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")
+    _check_ops(policy)
     if policy.autocast != "fp16" and scale.kind != "none":
         raise ConfigError(f"scale={scale} has no use under {policy.preset}: only fp16 gradients underflow", "Leave it out, or use fp16-mixed.")
     if policy.preset == "fp32" and policy.tf32:
@@ -165,10 +172,24 @@ def check(policy: Policy) -> Policy:
         raise ConfigError("precision 'tf32,tf32=off' says two things", "Use 'fp32'.")
     plain = LossScale(scale.kind, scale.init)
     if scale.kind != "dynamic" and scale != plain:
-        raise ConfigError(f"scale_floor, scale_ceiling and scale_window have no effect with scale={scale}", "Leave them out, or use scale=dynamic.")
+        raise ConfigError(
+            f"scale_floor, scale_ceiling, scale_window and scale_strategy have no effect with scale={scale}", "Leave them out, or use scale=dynamic."
+        )
     if scale.kind == "dynamic" and not scale.floor <= scale.init <= scale.ceiling:
         raise ConfigError(
             f"the loss scale starts at {scale.init:g}, outside [{scale.floor:g}, {scale.ceiling:g}]",
             "Move scale_floor, scale_ceiling or the start in scale=dynamic:START.",
         )
     return policy
+
+
+def _check_ops(policy: Policy) -> None:
+    """Refuse op lists that contradict each other or have no effect. Whether the names are ops is known to autocast."""
+    _choice("ops", policy.ops, ("cuda", "device"))
+    both = sorted(set(policy.fp32_ops) & set(policy.half_ops))
+    if both:
+        raise ConfigError(f"{both[0]!r} stands in fp32_ops and in half_ops, and an op runs in one format", "Leave it out of one of them.")
+    given = {"ops": policy.ops if policy.ops != "cuda" else "", "fp32_ops": "|".join(policy.fp32_ops), "half_ops": "|".join(policy.half_ops)}
+    for key, text in given.items():
+        if policy.autocast == "fp32" and text:
+            raise ConfigError(f"{key}={text} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")

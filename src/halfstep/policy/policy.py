@@ -24,9 +24,11 @@ LARGEST_SCALE = 2.0**32  # a loss of 2^60 still fits fp32 after scaling
 class LossScale:
     """How a loss is scaled before the backward pass so that small fp16 gradients do not become 0.
 
-    `none`: not at all. `static`: always by `init`. `dynamic`: starts at `init`, halves after an overflow, doubles after
-    `window` good steps, and never leaves [`floor`, `ceiling`]. All four numbers are powers of two, so that scaling and
-    unscaling are exact. Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
+    `none`: not at all. `static`: always by `init`. `dynamic`: in [`floor`, `ceiling`], by one of two strategies. `follow`
+    calibrates the scale in the first backward pass, `init` being where it begins to look, and then follows the size of the
+    gradients. `stock` is torch's rule: starts at `init`, halves after an overflow, doubles after `window` good steps.
+    All four numbers are powers of two, so that scaling and unscaling are exact. Source: Micikevicius et al., Mixed
+    Precision Training, arXiv:1710.03740.
     """
 
     kind: Literal["none", "static", "dynamic"] = "none"
@@ -34,6 +36,7 @@ class LossScale:
     floor: float = 1.0
     ceiling: float = LARGEST_SCALE
     window: int = 2000
+    strategy: Literal["follow", "stock"] = "follow"
 
     def __str__(self) -> str:
         return self.kind if self.kind == "none" else f"{self.kind}:{self.init:.17g}"
@@ -49,6 +52,8 @@ class Policy:
     scale: loss scaling.
     output: "fp32" casts 16-bit outputs of a prepared model up, so that a loss outside it runs in fp32; "compute" leaves them.
     fp32: module name patterns (`lm_head`, `*.norm*`) held in fp32 although autocast is on.
+    ops: which ops autocast runs in fp32: "cuda", torch's CUDA list on every device, or "device", torch's list of the device in use.
+    fp32_ops, half_ops: names of ops (`softmax`, `layer_norm`) that autocast runs in fp32, or in 16 bits, whatever the list says.
 
     Weights, gradients and optimizer states are fp32 under all of these: 16 bytes per parameter with AdamW.
     """
@@ -59,6 +64,9 @@ class Policy:
     scale: LossScale = LossScale()
     output: Literal["fp32", "compute"] = "fp32"
     fp32: tuple[str, ...] = ()
+    ops: Literal["cuda", "device"] = "cuda"
+    fp32_ops: tuple[str, ...] = ()
+    half_ops: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,8 +110,12 @@ def as_text(policy: Policy) -> dict[str, str]:
         "scale_floor": f"{scale.floor:.17g}",
         "scale_ceiling": f"{scale.ceiling:.17g}",
         "scale_window": str(scale.window),
+        "scale_strategy": scale.strategy,
         "output": policy.output,
         "fp32": "|".join(policy.fp32),
+        "ops": policy.ops,
+        "fp32_ops": "|".join(policy.fp32_ops),
+        "half_ops": "|".join(policy.half_ops),
     }
 
 

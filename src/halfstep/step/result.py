@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -32,10 +33,13 @@ class StepResult:
     grad_norm: Euclidean norm of the unscaled gradients before clipping; None when no gradient was measured.
     clipped: the gradients that were used had a smaller norm than that.
     scale: the loss scale the gradients were made under; next_scale: the one the next loss will get.
-    replays: how often the step was computed again before it was applied (never, in this version).
+    replays: how often the step was computed again, at a lower scale each time, before this result.
     culprits: what was not finite, worst first; empty when applied.
     stalled: share of the updates that rounded away; None when not measured (always, in this version).
+    detail: in words what a reader of a log should know besides; empty when there is nothing.
     loss: sum of the (unscaled) losses of this step. Reading it may wait for the device.
+
+    On a GPU with a fused optimizer the verdict may still be on its way; reading any field waits for it.
     """
 
     applied: bool
@@ -47,6 +51,7 @@ class StepResult:
     replays: int = 0
     culprits: tuple[Culprit, ...] = ()
     stalled: float | None = None
+    detail: str = ""
     loss_tensor: Tensor | None = field(default=None, repr=False, compare=False)
 
     def __bool__(self) -> bool:
@@ -56,3 +61,32 @@ class StepResult:
     def loss(self) -> float | None:
         """The loss of this step as a number, NaN and inf included; None when no loss was seen."""
         return None if self.loss_tensor is None else float(self.loss_tensor)
+
+
+FIELDS = frozenset(f.name for f in fields(StepResult))
+
+
+class DeferredResult(StepResult):
+    """A StepResult whose verdict may not have arrived: the first field that is read waits for it."""
+
+    def __init__(self, settle: Callable[[], StepResult], loss_tensor: Tensor | None) -> None:
+        object.__setattr__(self, "_settle", settle)
+        object.__setattr__(self, "_loss", loss_tensor)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "loss_tensor":
+            return object.__getattribute__(self, "_loss")  # known at once: averaging losses need not wait
+        if name in FIELDS:
+            return getattr(object.__getattribute__(self, "_settle")(), name)
+        return object.__getattribute__(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.settled() == (other.settled() if isinstance(other, DeferredResult) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.settled())
+
+    def settled(self) -> StepResult:
+        """The plain record."""
+        result: StepResult = object.__getattribute__(self, "_settle")()
+        return result

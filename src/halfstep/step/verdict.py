@@ -1,10 +1,10 @@
-"""Are these gradients fit to be used? Measured in one pass and read in one transfer."""
+"""Are these gradients fit to be used? Measured in one pass on the device, read to the host in one transfer, now or later."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,35 +14,111 @@ from halfstep.step.result import Culprit
 
 LARGEST_GRADIENT = 2.0**60  # a finite 1e21 makes AdamW's second moment inf, and the weight then never moves again
 NAMED = 8  # culprits named; one bad batch often makes every gradient bad
+FP16_NORMAL = 2.0**-14  # the smallest fp16 number that has all its bits
+FIT, OVERFLOW, BAD_LOSS = 0.0, 1.0, 2.0
+
+Agree = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Fit or not, the norm of the unscaled gradients, whether the loss was finite, and what was to blame."""
+    """Fit or not, the norm of the unscaled gradients, whether the loss was finite, and what was to blame.
+
+    peak: the largest magnitude of the gradients as they were, still scaled; share: the share of them that are subnormal in
+    fp16. Both are None when they were not measured. persists: it is bad at the lowest scale too, which is not the scale's fault.
+    """
 
     fit: bool
     norm: float
     loss_finite: bool = True
     culprits: tuple[Culprit, ...] = ()
+    peak: float | None = None
+    share: float | None = None
+    persists: bool = False
+
+    @property
+    def blames_scale(self) -> bool:
+        """Whether the scale should follow: not after a non-finite loss, and not when a lower scale does not help."""
+        return self.loss_finite and not self.persists
+
+    def not_the_scale(self) -> Verdict:
+        """The same, found bad at the lowest scale too."""
+        return replace(self, persists=True)
 
 
-def judge(gradients: Sequence[Tensor], scale: float, loss: Tensor | None, name: Callable[[int], str]) -> Verdict:
-    """Measure `gradients` (made under loss scale `scale`) and the `loss` (unscaled, or None).
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured, still on the device.
 
-    One pass over the gradients and one read from the device when they are good. When the norm says that something is
-    wrong, a second look tells an element that is inf, NaN or above 2^60 (unscaled) from a mere overflow of the sum, and
-    names the parameters: `name(i)` is the name of gradient i.
+    values: [norm (scaled), loss, badness, peak, share], fp32; badness is 0 fit, 1 overflow, 2 loss not finite.
+    norms: the norm of each gradient, fp32.  sensed: peak and share were measured.
+    final: the badness stands (ranks have agreed on it); without it a second look may find that only a sum overflowed.
+    """
+
+    values: Tensor
+    norms: Tensor
+    scale: float
+    sensed: bool
+    final: bool
+
+    @property
+    def bad(self) -> Tensor:
+        """1 when the gradients must not be used, else 0: what torch's fused optimizers take as `found_inf`."""
+        return (self.values[2] > FIT).to(torch.float32)
+
+
+def gather(gradients: Sequence[Tensor], scale: float, loss: Tensor | None, agree: Agree | None = None, sense: bool = False) -> Evidence:
+    """Measure `gradients` (made under loss scale `scale`) and the `loss` (unscaled, or None) on the device of the first gradient.
+
+    One pass for the norm; `sense` adds one for the largest magnitude and a sample for the subnormal share. `agree` makes the
+    largest badness, peak and share over all ranks everybody's. Nothing is read to the host.
     """
     device = gradients[0].device
     values = [numerics.stored(g) for g in gradients]
-    total = numerics.norm(values, device)
+    norms = numerics.norms(values, device)
+    norm = torch.linalg.vector_norm(norms)
     seen = torch.zeros((), device=device) if loss is None else loss.detach().to(device, torch.float32)
-    norm, loss_value = (float(v) for v in torch.stack((total, seen)).tolist())
-    if math.isfinite(loss_value) and norm / scale <= LARGEST_GRADIENT:
-        return Verdict(True, norm / scale)
-    norm = float(numerics.wide_norm(values, device)) / scale
-    bad = [Culprit("loss", "forward", loss_value)] if not math.isfinite(loss_value) else []
-    blamed = [(i, worst) for i, g in enumerate(values) if not (worst := float(numerics.largest([g], device)) / scale) <= LARGEST_GRADIENT]
+    overflow = ~(norm <= LARGEST_GRADIENT * scale)
+    badness = torch.where(torch.isfinite(seen), overflow.float() * OVERFLOW, BAD_LOSS)
+    nothing = torch.zeros((), device=device)
+    peak = numerics.largest(values, device) if sense else nothing
+    share = numerics.subnormal_share(values, FP16_NORMAL, device) if sense else nothing
+    shared = torch.stack((badness, peak, share))
+    if agree is not None:
+        shared = agree(shared)
+    return Evidence(torch.cat((torch.stack((norm, seen)), shared)), norms, scale, sense, agree is not None)
+
+
+def decide(evidence: Evidence, numbers: Sequence[float], name: Callable[[int], str], gradients: Sequence[Tensor] | None = None) -> Verdict:
+    """The verdict on evidence whose values were read to the host as `numbers`; `name(i)` is the name of gradient i.
+
+    gradients: as they were measured, if they are still there. When the norm says that something is wrong, a second look at
+    them tells an element that is inf, NaN or above 2^60 (unscaled) from a mere overflow of the sum.
+    """
+    norm, loss, badness, peak, share = numbers
+    scale, about = evidence.scale, (peak, share) if evidence.sensed else (None, None)
+    if badness == FIT:
+        return Verdict(True, norm / scale, True, (), *about)
+    loss_finite = math.isfinite(loss)
+    if gradients is None:
+        worst = [n / scale for n in evidence.norms.tolist()]
+    else:
+        values = [numerics.stored(g) for g in gradients]
+        worst = [float(numerics.largest([v], v.device)) / scale for v in values]
+        norm = float(numerics.wide_norm(values, values[0].device))
+    bad = [] if loss_finite else [Culprit("loss", "forward", loss)]
+    blamed = [(i, value) for i, value in enumerate(worst) if not value <= LARGEST_GRADIENT]
     blamed.sort(key=lambda found: -math.inf if math.isnan(found[1]) else -found[1])  # worst first, NaN and inf before any number
-    bad += [Culprit(name(i), "backward", worst) for i, worst in blamed[: NAMED - len(bad)]]
-    return Verdict(not bad, norm, math.isfinite(loss_value), tuple(bad))
+    bad += [Culprit(name(i), "backward", value) for i, value in blamed[: NAMED - len(bad)]]
+    if not bad and (evidence.final or gradients is None):
+        elsewhere = norm <= LARGEST_GRADIENT * scale
+        bad = [Culprit("another rank" if elsewhere else "norm of all gradients", "backward", math.nan if elsewhere else norm / scale)]
+    return Verdict(not bad, norm / scale, loss_finite and badness < BAD_LOSS, tuple(bad), *about)
+
+
+def judge(
+    gradients: Sequence[Tensor], scale: float, loss: Tensor | None, name: Callable[[int], str], agree: Agree | None = None, sense: bool = False
+) -> Verdict:
+    """`gather` and `decide` at once: one read from the device when the gradients are good."""
+    evidence = gather(gradients, scale, loss, agree, sense)
+    return decide(evidence, evidence.values.tolist(), name, gradients)

@@ -88,6 +88,8 @@ class TrainingArguments:
         bf16: the same as precision=bf16-mixed.
         tf32: fp32 products on the GPU in tf32; refused where the device has none.
         precision: a policy such as bf16-mixed or "fp16-mixed,scale=static:1024,fp32=lm_head".
+        on_overflow: what follows when fp16 gradients overflow: "replay" the step's micro-batches at a lower loss scale, "skip" the
+            step, or "raise" StepRefusedError.
         max_bad_steps: so many steps in a row that could not be applied end the run with DivergedError.
         use_cpu: train on the CPU although there is a GPU.
         disable_tqdm: no progress bar.
@@ -130,6 +132,7 @@ class TrainingArguments:
     bf16: bool = False
     tf32: bool | None = None
     precision: str | None = None
+    on_overflow: Literal["replay", "skip", "raise"] = "replay"
     max_bad_steps: int = 50
     use_cpu: bool = False
     disable_tqdm: bool = False

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError
+from halfstep.step import StepResult
 
 LossFunction = Callable[..., Tensor]
 
@@ -108,6 +109,22 @@ def join(parts: list[Any]) -> Any:
         for p in parts
     ]
     return np.concatenate(padded)
+
+
+def check_batch(model: nn.Module, batch: Any, label_names: tuple[str, ...]) -> None:
+    """Refuse a batch that is no mapping of names to tensors, or whose class labels are out of range."""
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"the loader gives batches of type {type(batch).__name__}, and the model needs named inputs", "Let the collator return a dict."
+        )
+    for name in label_names:
+        check_labels(model, batch.get(name))
+
+
+def record_of(result: StepResult) -> dict[str, Any]:
+    """What the log says of a refused step: what was not finite, by name."""
+    about = {"reason": result.reason, "culprits": [str(c) for c in result.culprits], "replays": result.replays}
+    return about | {"loss": result.loss, "grad_norm": result.grad_norm, "scale": result.next_scale}
 
 
 def check_labels(model: nn.Module, labels: Any) -> None:

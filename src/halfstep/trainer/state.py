@@ -10,12 +10,14 @@ from typing import Any
 class TrainerState:
     """Progress of a run. Goes into every checkpoint.
 
-    global_step: optimizer steps that moved the weights; skipped_steps: those that were refused.
+    global_step: optimizer steps that moved the weights; skipped_steps: those that were refused. replayed_steps: steps that
+    overflowed and were run again at a lower loss scale.
     epoch: passes over the data so far, a fraction inside one. log_history: every logged record, oldest first.
     """
 
     global_step: int = 0
     skipped_steps: int = 0
+    replayed_steps: int = 0
     epoch: float = 0.0
     max_steps: int = 0
     num_train_epochs: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from halfstep.accelerator import Accelerator, to_device
 from halfstep.checkpoint import capture, seed_everything
-from halfstep.errors import ConfigError, DataError, DivergedError, refuse_unknown
+from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedError, refuse_unknown
 from halfstep.step import StepResult
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
@@ -30,10 +31,11 @@ from halfstep.trainer.outputs import (
     PredictionOutput,
     TrainOutput,
     accepts,
-    check_labels,
+    check_batch,
     explained,
     loss_of,
     predictions_of,
+    record_of,
 )
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
@@ -97,11 +99,8 @@ class Trainer:
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
         self._wants_predictions = False
+        self.add_callback = self.callbacks.add  # a callback, or a class of them, after those there are
         self._event("on_init_end")
-
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback after those there are."""
-        self.callbacks.add(callback)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
@@ -227,7 +226,8 @@ class Trainer:
 
     def _fresh_accelerator(self) -> Accelerator:
         """An accelerator that knows the model and nothing of an earlier call of train()."""
-        fresh = Accelerator(precision=self.args.policy, cpu=self.args.use_cpu, patience=self.args.max_bad_steps)
+        a = self.args
+        fresh = Accelerator(precision=a.policy, cpu=a.use_cpu, patience=a.max_bad_steps, on_overflow="raise" if a.on_overflow == "raise" else "skip")
         fresh.prepare(self.model)
         return fresh
 
@@ -262,18 +262,10 @@ class Trainer:
     def _step(self, window: list[Any], loader: DataLoader[Any]) -> StepResult:
         """One optimizer step over the micro-batches of a window."""
         self._event("on_step_begin")
-        self._window = len(window)
-        for i, batch in enumerate(window):
-            inputs = self._inputs(batch)
-            self.state.num_input_tokens_seen += count_inputs(inputs)
-            self.training_step(self.model, inputs)
-            if i + 1 < len(window):
-                self._event("on_substep_end")
-        if self.args.max_grad_norm > 0:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-        self._event("on_pre_optimizer_step")
         learning_rate = self.scheduler_in_use.get_last_lr()[0]
-        result = self._take_step()
+        result = self._take_step(window)
+        self.state.num_input_tokens_seen += sum(count_inputs(batch) for batch in window)
+        self.state.replayed_steps += result.replays > 0
         self.state.last_grad_norm = result.grad_norm
         if result.loss_tensor is not None:
             self._loss_sum = self._loss_sum.to(result.loss_tensor.device) + result.loss_tensor
@@ -293,33 +285,42 @@ class Trainer:
         self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
         return result
 
-    def _take_step(self) -> StepResult:
-        """The optimizer's step. One that ends the run with DivergedError is counted and logged before that."""
+    def _compute(self, window: list[Any]) -> None:
+        """Forward and backward passes of the micro-batches of a window, then clipping; after an overflow it is called again."""
+        self._window = len(window)
+        for i, batch in enumerate(window):
+            self.training_step(self.model, self._inputs(batch))
+            if i + 1 < len(window):
+                self._event("on_substep_end")
+        if self.args.max_grad_norm > 0:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        self._event("on_pre_optimizer_step")
+
+    def _take_step(self, window: list[Any]) -> StepResult:
+        """Compute and step, and replay if need be. A step that ends the run is counted and logged before that."""
+        compute = functools.partial(self._compute, window)
         try:
-            result: StepResult = self.optimizer_in_use.step()
-        except DivergedError as error:
+            if self.args.on_overflow == "replay":
+                result = self.accelerator.run_step(self.optimizer_in_use, compute)
+            else:
+                compute()
+                result = self.optimizer_in_use.step()
+        except (DivergedError, StepRefusedError) as error:
             self.state.skipped_steps += 1
             if error.result is not None:
                 self._log_skip(error.result)
             raise
         if result.reason == "no-gradients":
-            raise ConfigError("no parameter of the optimizer got a gradient", "Make it from the parameters of the trained model.")
+            raise ConfigError(f"the step had nothing to do: {result.detail}", "Make the optimizer from the parameters of the trained model.")
         return result
 
     def _log_skip(self, result: StepResult) -> None:
         """A record of its own for every refused step: what was not finite is in the log, not only on the terminal."""
-        culprits = [str(c) for c in result.culprits]
-        about = {"reason": result.reason, "culprits": culprits, "loss": result.loss, "grad_norm": result.grad_norm, "scale": result.next_scale}
-        self.log(about | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+        self.log(record_of(result) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _inputs(self, batch: Any) -> dict[str, Any]:
         """A batch as named tensors on the device, its labels checked."""
-        if not isinstance(batch, Mapping):
-            raise DataError(
-                f"the loader gives batches of type {type(batch).__name__}, and the model needs named inputs", "Let the collator return a dict."
-            )
-        for name in self.label_names:
-            check_labels(self.model, batch.get(name))
+        check_batch(self.model, batch, self.label_names)
         return dict(to_device(batch, self.accelerator.device))
 
     def _act(self) -> None:

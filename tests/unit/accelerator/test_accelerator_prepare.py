@@ -94,7 +94,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest(word: str, near: str) -
 
 
 def test_an_argument_like_none_gets_the_list() -> None:
-    with pytest.raises(ConfigError, match="Known: cpu, gradient_accumulation_steps, mixed_precision, patience, precision"):
+    with pytest.raises(ConfigError, match="Known: agree, cpu, gradient_accumulation_steps, mixed_precision, on_overflow, patience, precision"):
         Accelerator(zzz=1)
 
 
@@ -264,11 +264,20 @@ def test_hooks_of_a_prepared_optimizer_run_at_steps_that_are_taken() -> None:
     assert calls == ["before", "after"]
 
 
-def test_a_closure_is_refused() -> None:
-    net = model()
-    optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(net.parameters(), 0.1))
-    with pytest.raises(ConfigError, match=r"given a closure, whose gradients could not be checked. Call accelerator.backward, then step"):
-        optimizer.step(lambda: 0.0)
+def test_a_closure_calls_the_accelerators_backward() -> None:
+    accelerator, net = Accelerator("fp16", cpu=True), model()
+    net, optimizer = accelerator.prepare(net, torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3))
+    x, y, losses = torch.randn(8, 4), torch.randn(8, 1), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses.append((net(x) - y).square().mean())
+        accelerator.backward(losses[-1])
+        return losses[-1]
+
+    assert optimizer.step(closure)
+    assert len(losses) >= 3
+    assert losses[-1] < losses[0]
 
 
 def test_schedulers_built_on_the_inner_or_the_prepared_optimizer_are_both_taken() -> None:

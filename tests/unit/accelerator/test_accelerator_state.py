@@ -51,7 +51,8 @@ class Run:
             loss = F.cross_entropy(self.net(x), (x.sum(1) > 0).long())
             self.accelerator.backward(loss)
             if self.counter.seen == 1:
-                self.net[0].weight.grad.mul_(float("inf"))
+                with self.accelerator.scaler.edits():
+                    self.net[0].weight.grad.mul_(float("inf"))
             self.accelerator.clip_grad_norm_(self.net.parameters(), 1.0)
             self.optimizer.step()
             self.scheduler.step()
@@ -234,7 +235,7 @@ def test_a_model_of_other_shape_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(("more_there", "said"), [(True, "the model lacks '4.weight'"), (False, "the checkpoint lacks '4.weight'")])
 def test_a_model_with_other_layers_is_refused(tmp_path: Path, more_there: bool, said: str) -> None:
     plain, deeper = Run(), Run()
-    deeper.net.append(nn.Linear(2, 2))
+    deeper.net.append(nn.Linear(2, 2).requires_grad_(False))
     there, here = (deeper, plain) if more_there else (plain, deeper)
     error = refused(there.accelerator.save_state(tmp_path / "c"), here)
     assert f"is of another model: {said}" in error.cause

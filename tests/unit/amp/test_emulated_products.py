@@ -64,6 +64,8 @@ CASES: dict[Any, list[Case]] = {  # a routed function: how to call it, and the s
     F.conv_transpose1d: [(lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2), [(2, 4, 5), (4, 3, 3), (3,)])],
     F.conv_transpose2d: [(lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), [(2, 4, 4, 4), (4, 3, 3, 3), (3,)])],
     F.conv_transpose3d: [(lambda x, w, b: F.conv_transpose3d(x, w, b, stride=2), [(1, 2, 3, 3, 3), (2, 3, 2, 2, 2), (3,)])],
+    torch.linalg.multi_dot: [(lambda *m: torch.linalg.multi_dot(m), [(3, 5), (5, 4)])],
+    torch.linalg.vecdot: [(torch.linalg.vecdot, [(5,), (5,)])],
     F.scaled_dot_product_attention: [
         (F.scaled_dot_product_attention, [(2, 2, 5, 4)] * 3),
         (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), [(2, 2, 5, 4)] * 3),

@@ -53,8 +53,12 @@ VALUES = {
     "scale_floor": ["1", "2^4", "0.5", "2^33"],
     "scale_ceiling": ["2^20", "4294967296", "8"],
     "scale_window": ["1", "500", "2000", "0"],
+    "scale_strategy": ["follow", "stock", "other"],
     "output": ["fp32", "compute"],
     "fp32": ["lm_head", "lm_head|*.norm*", " a | b "],
+    "ops": ["cuda", "device", "gpu"],
+    "fp32_ops": ["gelu", "gelu|mean", " exp | log "],
+    "half_ops": ["softmax", "layer_norm|exp"],
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ COEFFICIENTS = torch.tensor([3.0, 4.0])
 class Loop:
     """Two weights under two optimizers, with a loss whose gradient is known."""
 
-    def __init__(self, enabled: bool = True, make: Callable[[list[Tensor]], Optimizer] = lambda ps: SGD(ps, lr=1.0), **options: float) -> None:
+    def __init__(self, enabled: bool = True, make: Callable[[list[Tensor]], Optimizer] = lambda ps: SGD(ps, lr=1.0), **options: Any) -> None:
+        options = {"strategy": "stock"} | options
         self.a, self.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
         self.first, self.second = make([self.a]), make([self.b])
-        self.scaler = GradScaler(enabled=enabled, **options)  # type: ignore[arg-type]
+        self.scaler = GradScaler(enabled=enabled, **options)
 
     def zero(self) -> None:
         self.first.zero_grad()
@@ -154,7 +156,8 @@ def test_an_overflow_in_one_of_two_optimizers_stops_that_one_only(first_is_bad: 
     loop.scaler.scale(loop.b.sum()).backward()
     bad, good = (loop.a, loop.b) if first_is_bad else (loop.b, loop.a)
     assert bad.grad is not None
-    bad.grad[0] = math.inf
+    with loop.scaler.edits():
+        bad.grad[0] = math.inf
     results = loop.scaler.step(loop.first), loop.scaler.step(loop.second)
     loop.scaler.update()
     assert [r.applied for r in results] == [not first_is_bad, first_is_bad]
@@ -169,7 +172,8 @@ def test_both_overflows_lower_the_scale_once() -> None:
     loop.scaler.scale((loop.a + loop.b).sum()).backward()
     for weight in (loop.a, loop.b):
         assert weight.grad is not None
-        weight.grad[1] = math.nan
+        with loop.scaler.edits():
+            weight.grad[1] = math.nan
     assert not loop.scaler.step(loop.first)
     assert not loop.scaler.step(loop.second)
     loop.scaler.update()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from halfstep.errors import ConfigError
 from halfstep.policy import LARGEST_SCALE, LossScale
-from halfstep.step import DynamicScaling, NoScaling, Scaling, StaticScaling, scaling_for
+from halfstep.step import DynamicScaling, FollowingScaling, NoScaling, Scaling, StaticScaling, scaling_for
 
 quick = settings(deadline=None, max_examples=100, derandomize=True, database=None)
 
@@ -68,8 +68,10 @@ def test_no_and_static_scaling_never_move(scaling: Scaling, scale: float, active
 def test_a_policys_loss_scale_gives_its_machine() -> None:
     assert scaling_for(LossScale()) == NoScaling()
     assert scaling_for(LossScale("static", 256.0)) == StaticScaling(256.0)
-    assert scaling_for(LossScale("dynamic", 256.0, 2.0, 1024.0, 7)) == DynamicScaling(256.0, 2.0, 0.5, 7, 2.0, 1024.0)
-    assert scaling_for(LossScale("dynamic")) == DynamicScaling()
+    for strategy, kind in (("stock", DynamicScaling), ("follow", FollowingScaling)):
+        assert scaling_for(LossScale("dynamic", 256.0, 2.0, 1024.0, 7, strategy)) == kind(256.0, 2.0, 0.5, 7, 2.0, 1024.0)
+        assert scaling_for(LossScale("dynamic", strategy=strategy)) == kind()
+    assert LossScale("dynamic").strategy == "follow"
     assert DynamicScaling().ceiling == LARGEST_SCALE
 
 

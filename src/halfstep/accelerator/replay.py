@@ -1,0 +1,40 @@
+"""A whole step run again at a lower loss scale: forward passes too, with the random states and buffers they began with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from halfstep import checkpoint
+from halfstep.amp import GradScaler
+from halfstep.step import StepResult
+
+
+def run(compute: Callable[[], object], step: Callable[[], StepResult], clear: Callable[[], None], scaler: GradScaler) -> StepResult:
+    """Run `compute` (forward and backward passes, clipping) and `step`; while that overflows, again at a lower scale.
+
+    The scale falls by 2, then 4, 16, 256, until the step is applied or the scale is at its floor. A step that is bad there too is
+    not the scale's fault: the scale goes back to where it was. The result's `replays` says how often it was run again.
+    A step replayed at some scale is the step first taken at that scale, bit for bit, if `compute` depends on nothing but weights, buffers,
+    random states and its batches.
+    """
+    begun = checkpoint.capture()
+    fall, replays, first = 2.0, 0, 0.0
+    while True:
+        if replays:
+            checkpoint.restore(begun)
+        compute()
+        scale = scaler.scale_at_hand
+        first, lower = first or scale, max(scaler.floor, scale / fall)
+        last = lower == scale
+        with contextlib.nullcontext() if last else scaler.trying():
+            result = step()
+        if result or last or result.reason != "overflow":
+            break
+        clear()
+        scaler.update(lower)
+        fall, replays = fall * fall, replays + 1
+    if replays and not result:
+        scaler.update(first)
+    return replace(result, replays=replays) if replays else result

@@ -1,0 +1,211 @@
+"""The function mode that carries an op policy through one block of one thread.
+
+A mode sees every function of torch that is called from Python inside its block, looks it up in a table and runs it as the table says. It acts
+nowhere else: not in other threads, and not on other people's `torch.autocast`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+Route = Callable[..., Any]  # route(dtype, function, *args, **kwargs): runs the function in the format that it stands for
+OPENED = (F.multi_head_attention_forward, F.interpolate, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+class Tables:
+    """What a mode does to each function: `on` while autocast is on, `off` while it is off.
+
+    emulated: products are rounded and run in fp32. island: the tables of a block inside in which autocast is switched off.
+    """
+
+    def __init__(
+        self, on: Mapping[Any, Route] | None = None, off: Mapping[Any, Route] | None = None, emulated: bool = False, island: Tables | None = None
+    ) -> None:
+        self.on, self.off = dict(on or {}), dict(off or {})
+        self.emulated, self.island = emulated, island
+        self.acts_on, self.acts_off = bool(self.on), bool(self.off)
+        self.number = _reach.add(self)
+
+
+class _Reach:
+    """Tables and routes by number. torch.compile cannot follow tables of 500 functions: while it traces, a function is looked up by `_look_up`."""
+
+    def __init__(self) -> None:
+        self.tables: list[Tables] = []
+        self.numbers: dict[Route, int] = {}
+
+    def add(self, tables: Tables) -> int:
+        for route in (*tables.on.values(), *tables.off.values()):
+            number = self.numbers.setdefault(route, len(self.numbers) + 1)
+            setattr(self, f"route_{number}", route)
+        self.tables.append(tables)
+        return len(self.tables) - 1
+
+
+_reach = _Reach()
+
+
+def _look_up(number: int, on: bool, func: Any) -> int:
+    tables = _reach.tables[number]
+    return _reach.numbers.get((tables.on if on else tables.off).get(func, _look_up), 0)
+
+
+_look_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without a second of imports
+
+
+class Inside(threading.local):
+    """The policy of the bound module whose forward pass this thread is in, or None."""
+
+    policy: Any = None
+
+
+inside = Inside()
+
+
+class OpMode(TorchFunctionMode):
+    """Inside this block the functions of torch run as `tables` says, on tensors of one type of device."""
+
+    def __init__(self, device: str, tables: Tables) -> None:
+        super().__init__()
+        self.device = device
+        self.tables = tables
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tables = self.tables
+        on = torch.is_autocast_enabled(self.device)
+        if torch.compiler.is_compiling():
+            number = _look_up(tables.number, on, func)
+            return self._run(getattr(_reach, f"route_{number}") if number else None, func, args, kwargs)
+        route = (tables.on if on else tables.off).get(func)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
+            return self._run(route, func, args, kwargs)
+        # activation checkpointing: a tensor saved now is made again when it is unpacked, which is in the backward pass and may be outside this block
+        again = functools.partial(_unpack, hooks[1], self.device, tables, inside.policy)
+        torch._C._autograd._push_saved_tensors_default_hooks(hooks[0], again)
+        try:
+            return self._run(route, func, args, kwargs)
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _run(self, route: Route | None, func: Any, args: Any, kwargs: Any) -> Any:
+        if route is not None:
+            return route(torch.get_autocast_dtype(self.device), func, *args, **kwargs)
+        if func in OPENED:
+            with self:
+                return opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _unpack(unpack: Callable[[Any], Any], device: str, tables: Tables, policy: Any, packed: Any) -> Any:
+    with Applied(device, tables), Within(policy):
+        return unpack(packed)
+
+
+class Switched:
+    """The block in which torch's autocast has this state: what `torch.autocast` does, in a fifth of the time and so that torch.compile can follow."""
+
+    def __init__(self, device: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
+        self.device = device
+        self.state = (enabled, dtype, cache_enabled)
+        self._before: tuple[bool, torch.dtype, bool] | None = None
+
+    def __enter__(self) -> Switched:
+        self._before = (torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device), torch.is_autocast_cache_enabled())
+        self._set(*self.state)
+        torch.autocast_increment_nesting()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        if self._before is not None:
+            self._set(*self._before)
+
+    def _set(self, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> None:
+        torch.set_autocast_enabled(self.device, enabled)
+        torch.set_autocast_dtype(self.device, dtype)
+        torch.set_autocast_cache_enabled(cache_enabled)
+
+
+def without_autocast(device: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The function as it runs while autocast is off."""
+    if torch.compiler.is_compiling():  # which knows this block everywhere, and the switch not inside an autograd function
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+    before = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, False)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device, before)
+
+
+def current(device: str) -> OpMode | None:
+    """The mode for `device` that is open in this thread, or None."""
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, OpMode) and mode.device == device:
+            return mode
+    return None
+
+
+class Applied:
+    """The block in which `tables` hold: a mode of its own, or the tables of the one that is open, which would act on the same functions again."""
+
+    def __init__(self, device: str, tables: Tables) -> None:
+        self.device = device
+        self.tables = tables
+        self._mode: OpMode | None = None
+        self._before: Tables | None = None
+
+    def __enter__(self) -> Applied:
+        self._mode = current(self.device)
+        if self._mode is None:
+            self._mode = OpMode(self.device, self.tables)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        else:
+            self._before, self._mode.tables = self._mode.tables, self.tables
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None and self._before is not None:
+            mode.tables = self._before
+        elif mode is not None:
+            mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+
+class Within:
+    """The block in which this thread counts as inside the forward pass of a module bound to `policy`."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self._before: Any = None
+
+    def __enter__(self) -> Within:
+        self._before, inside.policy = inside.policy, self.policy
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        inside.policy = self._before
+
+
+@functools.cache
+def opened(func: types.FunctionType) -> Route:
+    """A copy of a composite function of torch that does not hand itself back to the mode, so that its inner functions are seen."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = func.__globals__ | {name: lambda *_: False for name in names if name in func.__globals__}
+    copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy

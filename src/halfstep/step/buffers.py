@@ -1,0 +1,192 @@
+"""Buffers that a forward pass updates (BatchNorm's running statistics) as part of the step's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from halfstep import numerics
+
+TRIALS = 2  # steps after which buffers that were never seen to change are no longer copied
+
+
+class _Place(Protocol):
+    """Where a buffer is found."""
+
+    def get(self) -> Tensor | None:
+        """The buffer as it is now; None when it is gone."""
+
+
+@dataclass(frozen=True)
+class _OfModule:
+    module: ref[nn.Module]
+    name: str
+
+    def get(self) -> Tensor | None:
+        owner = self.module()
+        return owner._buffers.get(self.name) if owner is not None else None
+
+
+@dataclass(frozen=True)
+class _Alone:
+    tensor: ref[Tensor]
+
+    def get(self) -> Tensor | None:
+        return self.tensor()
+
+
+@dataclass
+class _Guarded:
+    place: _Place
+    copy: Tensor | None  # None for a buffer that was never seen to change
+    moves: bool = False  # was seen to change
+    version: int = -1  # of a buffer without a copy
+
+    def now(self) -> Tensor | None:
+        """The buffer. A copy that no longer fits it (the module was moved or cast) is made anew."""
+        tensor, copy = self.place.get(), self.copy
+        if tensor is None:
+            return None
+        if copy is None:
+            if tensor._version == self.version:
+                return None
+            self.moves = True  # from now on: what it was before this change is not known
+        if copy is None or (tensor.shape, tensor.dtype, tensor.device) != (copy.shape, copy.dtype, copy.device):
+            self.copy = tensor.detach().clone()
+        return tensor
+
+
+class _Renew:
+    """A hook that tells a guard of a loaded state. Holds it weakly; a copy of the module, by deepcopy or pickle, tells nobody."""
+
+    def __init__(self, guard: BufferGuard | None = None) -> None:
+        self._guard = ref(guard) if guard is not None else None
+
+    def __call__(self, *_: Any) -> None:
+        guard = self._guard() if self._guard is not None else None
+        if guard is not None:
+            guard.renew()
+
+    def __reduce__(self) -> tuple[type[_Renew], tuple[()]]:
+        return _Renew, ()
+
+
+class BufferGuard:
+    """Copies of the buffers of watched modules, taken after each step that counted and put back after one that did not.
+
+    All buffers are copied at first, by value (eager BatchNorm does not bump versions); from the third step on only batch norms' and
+    those that were seen to change; one that begins to change later is copied from then on. Memory: one copy of the buffers that
+    change; for BatchNorm 8 bytes per channel. Loading a state into a watched module renews the copies. They are written back
+    through `.data`: a graph that is still to be differentiated has saved the running statistics, and does not use them in training mode.
+    """
+
+    def __init__(self) -> None:
+        self._guarded: list[_Guarded] = []
+        self._modules: WeakSet[nn.Module] = WeakSet()
+        self._steps = 0
+
+    def watch(self, module: nn.Module) -> None:
+        """Guard the buffers of `module` and of all modules in it. Watching twice does no harm."""
+        for part in module.modules():
+            if part in self._modules or not part._buffers:
+                continue
+            self._modules.add(part)
+            part.register_load_state_dict_post_hook(_Renew(self))  # type: ignore[no-untyped-call]
+            known = {id(item.place.get()) for item in self._guarded}
+            for name, buffer in part._buffers.items():
+                if buffer is not None and id(buffer) not in known:
+                    self._add(_OfModule(ref(part), name), buffer, isinstance(part, _NormBase))
+
+    def found(self, statistics: tuple[Tensor, ...]) -> None:
+        """Guard running statistics that were met in the graph of a loss, of modules that nobody has shown."""
+        known = {id(item.place.get()) for item in self._guarded}
+        for tensor in statistics:
+            if id(tensor) not in known:
+                self._add(_Alone(ref(tensor)), tensor, moves=True)
+
+    def _add(self, place: _Place, buffer: Tensor, moves: bool) -> None:
+        self._guarded.append(_Guarded(place, buffer.detach().clone(), moves))
+        self._steps = 0
+
+    def renew(self) -> None:
+        """Take the buffers as they are now for good."""
+        for item in self._guarded:
+            tensor = item.place.get()
+            if tensor is not None and item.copy is not None:
+                item.copy = tensor.detach().clone()
+            elif tensor is not None:
+                item.version = tensor._version
+
+    @torch.no_grad()
+    def keep(self, bad: Tensor | None = None) -> None:
+        """A step counted: its buffers are the new copies, except that one which is not finite is put back.
+
+        bad: an fp32 scalar on the device, 1 when the step turns out not to have counted; nothing is read to the host then.
+        """
+        moved = self._moved()
+        if not moved:
+            return
+        floats = [t for _, t in moved if t.is_floating_point()]
+        finite = torch.isfinite(numerics.norm(floats, floats[0].device)) if floats else torch.ones((), dtype=torch.bool)
+        if bad is not None:
+            good = finite & (bad.to(finite.device) == 0)
+            for copy, tensor in moved:
+                tensor.data.copy_(torch.where(good.to(tensor.device), tensor, copy))
+                copy.copy_(tensor)
+            return
+        if not bool(finite):
+            self.repair()
+        for copy, tensor in moved:
+            copy.copy_(tensor)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """A step did not count: put all buffers back that have changed."""
+        for copy, tensor in self._moved():
+            tensor.data.copy_(copy)
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """Put back the buffers that are not finite, and no others."""
+        for item in self._guarded:
+            tensor = item.now()
+            if tensor is None or item.copy is None or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
+                continue
+            if bool(torch.isfinite(item.copy).all()):
+                tensor.data.copy_(item.copy)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Whatever happens to the buffers inside is undone: for a pass that is run to look at it."""
+        before = [(item, tensor.detach().clone()) for item in self._guarded if item.copy is not None and (tensor := item.now()) is not None]
+        yield
+        with torch.no_grad():
+            for item, copy in before:
+                tensor = item.now()
+                if tensor is not None:
+                    tensor.data.copy_(copy)
+
+    def _moved(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers that forward passes change, each behind its copy. The first steps find out which; the copies of others are let go."""
+        if self._steps <= TRIALS:
+            self._notice()
+        now = [(item, item.now()) for item in self._guarded]
+        return [(item.copy, tensor) for item, tensor in now if tensor is not None and item.moves and item.copy is not None]
+
+    def _notice(self) -> None:
+        for item in self._guarded:
+            tensor = item.now()
+            if tensor is not None and item.copy is not None and not item.moves:
+                item.moves = not torch.equal(tensor, item.copy)
+        self._steps += 1
+        if self._steps > TRIALS:
+            for item in self._guarded:
+                if not item.moves and (tensor := item.place.get()) is not None:
+                    item.copy, item.version = None, tensor._version

@@ -1,0 +1,65 @@
+"""Steps that evaluate a closure (LBFGS, SAM-like optimizers): every evaluation is unscaled and judged like a step of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from halfstep.errors import StepOrderError
+from halfstep.step.judging import make_unscaled
+from halfstep.step.marks import gradients, parameters
+from halfstep.step.state import StepState
+from halfstep.step.verdict import Verdict
+
+
+class _Refused(Exception):  # noqa: N818  stops the optimizer in the middle of its step; never leaves this module
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+
+
+def step_with_closure(state: StepState, optimizer: Optimizer, closure: Callable[[], Any]) -> Verdict | None:
+    """Run `optimizer.step(closure)`; the verdict is that of the last evaluation, or of the first bad one. None when it made no gradients.
+
+    After a bad evaluation weights and optimizer states are put back to what they were before the step. Memory: a copy of both.
+    """
+    record = state.record(optimizer)
+    if gradients(optimizer):  # SAM-like optimizers use what is there before they call the closure
+        held = make_unscaled(state, optimizer)
+        if held is not None and not held.fit:
+            return held
+    weights = [p.detach().clone() for p in parameters(optimizer)]
+    kept = [(p, copy.deepcopy(values)) for p, values in optimizer.state.items()]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+    @torch.enable_grad()
+    def judged() -> Any:
+        record.forget()
+        before = state.losses
+        loss = closure()
+        if state.scaling.active and state.losses == before:
+            raise StepOrderError(
+                "the closure made gradients of a loss that was not scaled", "Write scaler.scale(loss).backward() in it (accelerator.backward(loss))."
+            )
+        if gradients(optimizer):
+            verdict = make_unscaled(state, optimizer)
+            if verdict is not None and not verdict.fit:
+                raise _Refused(verdict)
+        return loss
+
+    try:
+        with state.taking_a_step():
+            optimizer.step(judged)
+    except _Refused as refused:
+        with torch.no_grad():
+            for p, before in zip(parameters(optimizer), weights, strict=True):
+                p.copy_(before)
+        optimizer.state.clear()
+        optimizer.state.update(kept)
+        for group, was in zip(optimizer.param_groups, groups, strict=True):
+            group.update(was)
+        return refused.verdict
+    return record.verdict

@@ -1,0 +1,39 @@
+"""What moves with a step that was applied and holds still with one that was not: schedules, averages, counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from halfstep.step.engine import StepEngine
+
+
+class Follower:
+    """A learning rate scheduler that advances only when its optimizer has moved the weights since the last call.
+
+    So a refused step, or a micro-batch inside a window, does not use up the schedule; a call per epoch works as ever. While the
+    verdict on a step is still on the device the call waits in line, and is carried out before the next step; `get_last_lr()`
+    may lag one step then. Everything else is the scheduler's.
+    """
+
+    def __init__(self, scheduler: Any, engine: StepEngine, optimizer: Optimizer) -> None:
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self._engine, self._optimizer = engine, optimizer
+        self._seen = engine.state.record(optimizer).applied
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule if the weights moved since the last call; else hold still."""
+        self._engine.when_known(self._optimizer, lambda: self._advance(*args, **kwargs))
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        applied = self._engine.state.record(self._optimizer).applied
+        if applied != self._seen:
+            self._seen = applied
+            self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

@@ -1,0 +1,63 @@
+"""What an autograd graph tells: the leaf parameters a loss reaches, and the running statistics its forward pass has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+
+@dataclass(frozen=True)
+class Reached:
+    """leaves: tensors that a backward pass will give gradients to. statistics: buffers that batch norms of the forward pass have updated.
+
+    foreign: names of custom autograd Functions, of neither torch nor halfstep, that do not say `repeatable = True`. Their backward
+    pass may free or overwrite what it saved (fused losses scale their saved gradient in place), so it must not be run twice.
+    """
+
+    leaves: tuple[Tensor, ...]
+    statistics: tuple[Tensor, ...]
+    foreign: tuple[str, ...] = ()
+
+
+def nodes(loss: Tensor) -> Iterator[Any]:
+    """Every node of the graph of `loss`, once."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def walk(loss: Tensor) -> Reached:
+    """Walk the graph of `loss` once, without running anything. Some microseconds a node."""
+    leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
+    statistics: list[Tensor] = []
+    foreign: list[str] = []
+    for node in nodes(loss):
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        if isinstance(node, BackwardCFunction) and not _may_run_twice(node):
+            foreign.append(type(node)._forward_cls.__name__)  # type: ignore[attr-defined]
+        if hasattr(node, "_saved_running_mean") and _training(node):
+            statistics += [t for t in (node._saved_running_mean, node._saved_running_var) if t is not None]
+    return Reached(tuple(leaves), tuple(statistics), tuple(foreign))
+
+
+def _may_run_twice(node: BackwardCFunction) -> bool:
+    kind = type(node)._forward_cls  # type: ignore[attr-defined]  # the Function that was applied
+    return getattr(kind, "repeatable", False) or kind.__module__.partition(".")[0] in ("torch", "halfstep")
+
+
+def _training(node: Any) -> bool:
+    """Whether a batch norm used the batch's statistics, and so moved its running ones (cuDNN's and MIOpen's nodes do not say: assume it)."""
+    return bool(getattr(node, "_saved_training", True))

@@ -1,0 +1,121 @@
+"""Unscaling: every gradient is judged once before it is used, and again when somebody has changed it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import numerics
+from halfstep.errors import StepOrderError
+from halfstep.step import checks
+from halfstep.step.deferred import can_defer
+from halfstep.step.marks import gradients, marks, parameters
+from halfstep.step.record import Record
+from halfstep.step.state import Loose, StepState
+from halfstep.step.verdict import Evidence, Verdict, decide, gather
+
+
+def make_unscaled(state: StepState, owner: Any) -> Verdict | None:
+    """Unscale what is still scaled, judge again what was changed since; the verdict, or None when there is none or it is read later."""
+    record, held = state.record(owner), gradients(owner)
+    if record.stepped or not held:
+        return record.verdict
+    if not record.unscaled or _stale(state, record, held):
+        return unscale(state, owner)
+    return _judged_again(state, owner, record, held)
+
+
+def unscale(state: StepState, owner: Any) -> Verdict | None:
+    """Judge the gradients of `owner`, of which there is at least one, and divide fit ones by the loss scale."""
+    record = state.record(owner)
+    evidence = measure(state, owner)
+    if defers(state, owner):
+        record.evidence, record.verdict = evidence, None
+    else:
+        record.evidence, record.verdict = None, _decided(state, owner, record, evidence)
+    if record.verdict is None or record.verdict.fit:
+        numerics.multiply_(gradients(owner), 1.0 / state.scale_at_hand)
+    state.ledger.use(parameters(owner))
+    record.marks, record.clipped, record.heard, record.losses = marks(gradients(owner)), False, False, state.losses
+    return record.verdict
+
+
+def measure(state: StepState, owner: Any) -> Evidence:
+    """Evidence on the gradients of `owner` as they are, still scaled. Raises StepOrderError when they were changed since the backward pass."""
+    if state.scale_at_hand != 1.0 and not state.editing:
+        own = parameters(owner)
+        if not state.noticed and not isinstance(owner, Loose):
+            checks.refuse_unseen(owner, state.called)
+        checks.refuse_edits(state.ledger.edited(own), state.ledger.mixed(own), state.called)
+        shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
+        numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
+    return gather(gradients(owner), state.scale_at_hand, state.loss_of(state.record(owner)), state.agree, state.scaling.senses)
+
+
+def defers(state: StepState, owner: Any) -> bool:
+    """Whether the verdict on this optimizer's gradients may be read after its step."""
+    wanted = gradients(owner)[0].is_cuda if state.deferred is None else state.deferred
+    return wanted and state.on_overflow == "skip" and can_defer(owner)
+
+
+def _decided(state: StepState, owner: Any, record: Record, evidence: Evidence) -> Verdict:
+    """The verdict, after backward passes at lower scales if that was asked for and can help."""
+    names = state.names_of(owner)
+    verdict = decide(evidence, evidence.values.tolist(), names.__getitem__, gradients(owner))
+    fall = 2.0
+    while not verdict.fit and verdict.blames_scale and _can_replay(state, owner):
+        lower = max(state.scaling.floor, state.scale_at_hand / fall)
+        if lower == state.scale_at_hand:
+            break
+        state.made_under, fall = lower, fall * fall
+        state.replay.run(lower, state.everybody(), state.ledger.holds)
+        state.ledger.again()
+        record.replays += 1
+        evidence = measure(state, owner)
+        verdict = decide(evidence, evidence.values.tolist(), names.__getitem__, gradients(owner))
+    if state.hopeless and not verdict.fit:
+        verdict = verdict.not_the_scale()
+    if record.replays and verdict.fit:
+        state.scaling.lower(state.scale_at_hand)
+    elif record.replays:
+        verdict = verdict.not_the_scale()  # bad at the lowest scale too
+    return verdict
+
+
+def _can_replay(state: StepState, owner: Any) -> bool:
+    """Whether backward passes may be run again: not after another optimizer has stepped or was unscaled, since theirs would be undone."""
+    others = [r for o, r in state.records.items() if o is not owner]
+    wanted = state.on_overflow == "replay" and state.scaling.active and not state.replay.is_empty
+    return wanted and not any(r.stepped or r.unscaled for r in others)
+
+
+def _stale(state: StepState, record: Record, held: list[Tensor]) -> bool:
+    """Without scaling nobody need call scale(): other gradients than the bad ones that were judged are a new backward pass."""
+    return not state.scaling.active and record.verdict is not None and not record.verdict.fit and not record.judged(held)
+
+
+def _judged_again(state: StepState, owner: Any, record: Record, held: list[Tensor]) -> Verdict | None:
+    """The verdict on unscaled gradients, measured once more if somebody (a clip of the user's) changed them since."""
+    verdict = record.verdict
+    if record.judged(held) or (verdict is not None and not verdict.fit):
+        return verdict
+    if state.scaling.active and record.losses != state.losses:
+        raise StepOrderError(
+            "gradients were unscaled and changed after another loss was scaled: a backward pass has added scaled gradients to unscaled ones",
+            "Call unscale_() or clip after the last backward pass of a step, and edit gradients before the next loss is scaled.",
+        )
+    now = gather(held, 1.0, state.loss_of(record), state.agree)
+    if record.evidence is not None:
+        record.marks = marks(held)
+        record.signs.append(now.values[0] < record.evidence.values[0] / record.evidence.scale)
+        values = record.evidence.values.clone()
+        values[2] = torch.maximum(values[2], now.values[2])
+        record.evidence = Evidence(values, record.evidence.norms, record.evidence.scale, record.evidence.sensed, True)
+        return None
+    assert verdict is not None
+    new = decide(now, now.values.tolist(), state.names_of(owner).__getitem__, held)
+    record.clipped = record.clipped or new.norm < verdict.norm
+    record.verdict = Verdict(new.fit, verdict.norm if new.fit else new.norm, new.loss_finite, new.culprits, verdict.peak, verdict.share)
+    return record.verdict

@@ -1,0 +1,56 @@
+"""Where one optimizer stands between two of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from halfstep.step.deferred import Pending
+from halfstep.step.marks import Marks, unchanged
+from halfstep.step.verdict import Evidence, Verdict
+
+
+@dataclass
+class Record:
+    """Where one optimizer stands."""
+
+    verdict: Verdict | None = None  # on the gradients at hand; set when they are unscaled
+    evidence: Evidence | None = None  # instead of a verdict where that is read later
+    marks: Marks = ()  # the gradients that were judged
+    clipped: bool = False
+    signs: list[Tensor] = field(default_factory=list)  # of a verdict that is read later: whether it was clipped, each a scalar on the device
+    replays: int = 0
+    stepped: bool = False  # with the gradients at hand
+    awaits_update: bool = False  # it stepped, and update() has not been called since
+    heard: bool = False  # the verdict has moved the scale, or waits in line to
+    losses: int = 0  # how many had been scaled when the verdict was reached
+    spent: Marks = ()  # gradients a step was taken with that nobody has cleared or added to
+    loss: Tensor | None = None  # sum of the losses that gave this optimizer its gradients
+    loss_spent: bool = False  # that sum belongs to a step that was taken
+    bad_steps: int = 0  # in a row
+    applied: int = 0  # steps that moved the weights
+    pending: Pending | None = None  # a step whose verdict has not been read
+    hooks: list[Callable[[], object]] = field(default_factory=list)  # run after each step that was applied
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether the gradients at hand were judged and unscaled."""
+        return self.verdict is not None or self.evidence is not None
+
+    def forget(self) -> None:
+        """The gradients at hand are new."""
+        self.verdict, self.evidence, self.marks, self.clipped, self.replays = None, None, (), False, 0
+        self.signs = []
+        self.stepped, self.heard = False, False
+
+    def judged(self, gradients: list[Tensor]) -> bool:
+        """Whether the verdict is on just these gradients, unchanged since."""
+        return unchanged(self.marks, gradients)
+
+    def add_loss(self, seen: Tensor, fresh: bool) -> None:
+        """A backward pass has given this optimizer gradients."""
+        again = fresh or self.loss is None or self.loss_spent
+        self.loss = seen if again or self.loss is None else self.loss + seen.to(self.loss.device)
+        self.loss_spent = False

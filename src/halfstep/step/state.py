@@ -1,0 +1,152 @@
+"""What a step engine knows: the optimizers it has met, the scale and the losses of the gradients at hand, and what it watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from halfstep import numerics
+from halfstep.step import checks
+from halfstep.step.backward import BackwardWatch
+from halfstep.step.buffers import BufferGuard
+from halfstep.step.marks import Ledger, Sign, gradients, parameters, unchanged
+from halfstep.step.record import Record
+from halfstep.step.replay import Replay
+from halfstep.step.scaling import Scaling
+from halfstep.step.verdict import Agree, Verdict
+
+OnOverflow = Literal["skip", "replay", "raise"]
+
+
+class Loose:
+    """Parameters whose gradients were unscaled for a clip before their optimizer was seen. Stands in for that optimizer until it steps."""
+
+    def __init__(self, held: list[Tensor]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": held}]
+
+    def covers(self, held: list[Tensor]) -> bool:
+        """Whether all of these parameters are among them."""
+        return {id(p) for p in held} <= {id(p) for p in parameters(self)}
+
+
+@dataclass(eq=False)
+class StepState:
+    """The state that the parts of a step engine share. Each part is a module of functions of it."""
+
+    scaling: Scaling
+    patience: int
+    on_overflow: OnOverflow
+    agree: Agree | None
+    deferred: bool | None
+
+    made_under: float | None = None  # the scale of the gradients at hand; None before the first loss
+    losses: int = 0  # scaled so far
+    loss: Tensor | None = None  # sum of the losses since a step was taken, for optimizers that were not known by then
+    loss_spent: bool = False  # that sum belongs to a step that was taken
+    parts: list[tuple[set[int], Tensor]] = field(default_factory=list)  # losses of these, with the parameters that no known optimizer has
+    hopeless: bool = False  # probes have found the gradients at hand bad at every scale
+    noticed: int = 0  # backward passes since a step was taken
+    scale_was_read: bool = False  # the user has asked for the scale at hand
+    penalty: Tensor | None = None  # the sign on gradients of a scaled loss that were made with create_graph=True
+    unheard: list[Verdict] = field(default_factory=list)  # verdicts that have not moved the scale yet
+    bad_before: int = 0  # bad steps in a row of a run that this one goes on from
+    stepping: bool = False  # a step is being taken
+    trying: bool = False  # steps that overflow will be computed again
+    editing: bool = False  # edits of scaled gradients are allowed
+    window_fit: list[bool | Tensor] = field(default_factory=list)  # verdicts of the window at hand; tensors are 1 for bad
+
+    ledger: Ledger = field(default_factory=Ledger)
+    buffers: BufferGuard = field(default_factory=BufferGuard)
+    watch: BackwardWatch = field(default_factory=BackwardWatch)
+    replay: Replay = field(default_factory=Replay)
+    records: WeakKeyDictionary[Any, Record] = field(default_factory=WeakKeyDictionary)
+    loose: list[Loose] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sign = Sign(self)
+
+    def record(self, owner: Any) -> Record:
+        """Where an optimizer stands."""
+        known = self.records.get(owner)
+        if known is None:
+            known = self.records[owner] = Record(bad_steps=self.bad_before)
+            held = parameters(owner)
+            if self.scaling.active:
+                checks.refuse_narrow(held, self.called)
+            own = {id(p) for p in held}
+            for reached, loss in self.parts:
+                if reached & own:
+                    known.add_loss(loss, fresh=False)
+        return known
+
+    def owners(self, chosen: dict[int, Tensor]) -> list[Any]:
+        """The known optimizers that hold some of these parameters."""
+        return [o for o in self.records if any(id(p) in chosen for p in parameters(o))]
+
+    def everybody(self) -> list[Tensor]:
+        """All parameters that are known, by an optimizer or from the graph of a loss."""
+        return self.watch.everybody(p for owner in self.records for p in parameters(owner))
+
+    @property
+    def scale_at_hand(self) -> float:
+        """What the gradients at hand are multiplied by until they are unscaled."""
+        return self.made_under if self.scaling.active and self.made_under is not None else 1.0
+
+    def loss_of(self, record: Record) -> Tensor | None:
+        """The sum of the losses that gave an optimizer its gradients; of all losses when no backward pass was noticed."""
+        if record.loss is not None and not record.loss_spent:
+            return record.loss
+        return None if self.noticed else self.loss
+
+    def in_flight(self) -> bool:
+        """Whether there are gradients that no optimizer has stepped with: they keep their scale. Before any is known, a loss is a sign of them."""
+        if not self.records:
+            return self.loss is not None and not self.loss_spent
+        return any(self.waits(owner, record) for owner, record in self.records.items())
+
+    def waits(self, owner: Any, record: Record) -> bool:
+        """Whether an optimizer holds gradients that it has not stepped with."""
+        held = gradients(owner)
+        return bool(held) and not record.stepped and not unchanged(record.spent, held) and any(bool(numerics.stored(g).any()) for g in held)
+
+    def sign_penalty(self) -> Tensor:
+        """What is put on gradients of a scaled loss that have a graph themselves."""
+        if self.penalty is None:
+            self.penalty = torch.ones((), requires_grad=True)
+        return self.penalty
+
+    @contextmanager
+    def taking_a_step(self) -> Iterator[None]:
+        """Inside, optimizers may use gradients."""
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
+    def still_scales(self, parameter: Tensor) -> bool:
+        """Whether the gradient of this parameter is multiplied by the loss scale, and no step is being taken."""
+        return not self.stepping and self.scale_at_hand != 1.0 and self.ledger.holds(parameter)
+
+    def called(self, parameter: Tensor) -> str:
+        """The name of a parameter, or where it stands in its optimizer."""
+        if id(parameter) in self.names:
+            return self.names[id(parameter)]
+        for owner in self.records:
+            for g, group in enumerate(owner.param_groups):
+                for i, p in enumerate(group["params"]):
+                    if p is parameter:
+                        given = group.get("param_names")
+                        return str(given[i]) if given else f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}"
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def names_of(self, owner: Any) -> list[str]:
+        """The names of the parameters that have gradients, in their order."""
+        return [self.called(p) for p in parameters(owner) if p.grad is not None]

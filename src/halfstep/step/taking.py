@@ -1,0 +1,197 @@
+"""Taking a step or not, now or on the device, and telling what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import DivergedError, StepRefusedError
+from halfstep.step import checks
+from halfstep.step.closures import step_with_closure
+from halfstep.step.deferred import Pending, Reading, step_on_device
+from halfstep.step.judging import defers, make_unscaled, measure
+from halfstep.step.marks import gradients, marks, parameters, unchanged
+from halfstep.step.record import Record
+from halfstep.step.result import DeferredResult, Reason, StepResult
+from halfstep.step.scaling import Seen
+from halfstep.step.state import StepState
+from halfstep.step.verdict import Verdict, decide
+
+
+def take(state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | None) -> StepResult:
+    """Judge what is not judged yet, then step or refuse."""
+    record = state.record(optimizer)
+    checks.refuse_states(optimizer, state.called)
+    if closure is not None:
+        verdict = step_with_closure(state, optimizer, closure)
+    else:
+        _adopt(state, optimizer, record)
+        if not record.unscaled and defers(state, optimizer):
+            record.evidence = measure(state, optimizer)
+            return _take_on_device(state, optimizer, record, state.scale_at_hand)
+        verdict = make_unscaled(state, optimizer)
+        if verdict is None and record.evidence is not None:
+            return _take_on_device(state, optimizer, record, 1.0)
+        if verdict is not None and verdict.fit:
+            checks.refuse_settings(optimizer)
+            with state.taking_a_step():
+                optimizer.step()
+    if verdict is None:
+        return no_gradients(state, optimizer)
+    record.verdict = verdict
+    result = _result(state, verdict, record, state.scale_at_hand, heard=record.heard)
+    _spend(state, optimizer, record)
+    _window_ends(state, verdict.fit)
+    return _counted(state, record, result)
+
+
+def no_gradients(state: StepState, optimizer: Optimizer) -> StepResult:
+    """A step that had nothing to do, and why."""
+    state.loss_spent = True
+    scale = state.scaling.scale
+    detail = checks.why_no_gradients(optimizer, state.called, state.watch.leaves())
+    return StepResult(False, "no-gradients", scale=scale, next_scale=scale, loss_tensor=state.loss, detail=detail)
+
+
+def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scale: float) -> StepResult:
+    """Let the device decide. The result is found out when somebody asks, and at the next loss at the latest."""
+    checks.refuse_settings(optimizer)
+    evidence = record.evidence
+    assert evidence is not None
+    bad, reading, names = evidence.bad, Reading(evidence.values), state.names_of(optimizer)
+    with state.taking_a_step():
+        step_on_device(optimizer, bad, scale)
+    signs = Reading(torch.stack(record.signs).any().float().reshape(1)) if record.signs else None
+    told = Record(clipped=record.clipped, loss=state.loss_of(record))
+    made_under = state.scale_at_hand
+
+    def find() -> StepResult:
+        verdict = decide(evidence, reading.numbers(), names.__getitem__)
+        told.clipped = told.clipped or (signs is not None and verdict.fit and bool(signs.numbers()[0]))
+        result = _result(state, verdict, told, made_under, heard=False)
+        if state.scaling.active:
+            state.unheard.append(verdict)
+        return result
+
+    pending = record.pending = Pending(find)
+    pending.then(lambda: _counted(state, record, pending.settle()))
+    record.heard = True
+    _spend(state, optimizer, record)
+    _window_ends(state, bad)
+    return DeferredResult(pending.settle, told.loss)
+
+
+def settle(state: StepState) -> None:
+    """Find out the results of all steps whose verdicts were left on the device."""
+    for record in list(state.records.values()):
+        pending, record.pending = record.pending, None
+        if pending is not None:
+            pending.settle()
+
+
+def _adopt(state: StepState, optimizer: Optimizer, record: Record) -> None:
+    """Take over the verdict of a clip that came before this optimizer was seen."""
+    held = [p for p in parameters(optimizer) if p.grad is not None]
+    for loose in state.loose:
+        known = state.record(loose)
+        if known.unscaled and not record.unscaled and loose.covers(held):
+            record.verdict, record.evidence, record.loss = known.verdict, known.evidence, known.loss
+            record.clipped, record.losses, record.replays, record.signs = known.clipped, known.losses, known.replays, known.signs
+            record.marks = marks(gradients(optimizer)) if unchanged(known.marks, gradients(loose)) else ()
+    for loose in state.loose:
+        del state.records[loose]
+    state.loose.clear()
+
+
+def _spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
+    """The gradients at hand, and the losses they came from, are used up."""
+    state.loss_spent = True
+    state.ledger.use(parameters(optimizer))
+    record.spent = marks(gradients(optimizer))
+    if not state.scaling.active:
+        record.forget()
+        record.loss_spent = True
+        return
+    record.stepped, record.awaits_update = True, True
+    if not record.heard and record.verdict is not None:
+        record.heard = True
+        state.unheard.append(record.verdict)
+
+
+def _window_ends(state: StepState, fit: bool | Tensor) -> None:
+    """Buffers follow once no optimizer waits with gradients of the same forward passes. A tensor is 1 for a bad step."""
+    state.window_fit.append(fit)
+    if not any(state.waits(owner, record) for owner, record in state.records.items()):
+        close_window(state)
+
+
+def close_window(state: StepState) -> None:
+    """Keep the buffers if an optimizer of the window was applied, else put them back."""
+    verdicts, state.window_fit = state.window_fit, []
+    on_device = [v for v in verdicts if isinstance(v, Tensor)]
+    if True in [v for v in verdicts if not isinstance(v, Tensor)]:
+        state.buffers.keep()
+    elif on_device:
+        state.buffers.keep(torch.stack(on_device).amin())
+    elif verdicts:
+        state.buffers.undo()
+
+
+def _result(state: StepState, verdict: Verdict, record: Record, scale: float, heard: bool) -> StepResult:
+    reason: Reason = "applied" if verdict.fit else "overflow" if verdict.loss_finite else "nonfinite-loss"
+    overflow, seen, blames = heard_together([*state.unheard, *([] if heard else [verdict])], scale)
+    return StepResult(
+        applied=verdict.fit,
+        reason=reason,
+        grad_norm=verdict.norm,
+        clipped=record.clipped,
+        scale=scale if state.scaling.active else state.scaling.scale,
+        next_scale=state.scaling.after(overflow, seen) if blames else state.scaling.scale,
+        replays=record.replays,
+        culprits=verdict.culprits,
+        detail="bad at the lowest loss scale too, so the scale is not to blame" if verdict.persists else "",
+        loss_tensor=state.loss_of(record),
+    )
+
+
+def heard_together(verdicts: list[Verdict], scale: float) -> tuple[bool, Seen | None, bool]:
+    """What several verdicts say to the scale: an overflow, the largest of the peaks and shares, and whether it should move at all."""
+    peaks, shares = [v.peak for v in verdicts if v.peak is not None], [v.share for v in verdicts if v.share is not None]
+    overflow = any(not v.fit for v in verdicts)
+    seen = Seen(max(peaks), max(shares), scale) if peaks and not overflow else None
+    return overflow, seen, bool(verdicts) and all(v.blames_scale for v in verdicts)
+
+
+def _counted(state: StepState, record: Record, result: StepResult) -> StepResult:
+    """Count a step, run what follows applied ones, and refuse to go on after too many bad ones."""
+    if result.applied:
+        record.bad_steps = 0
+        record.applied += 1
+        for hook in record.hooks:
+            hook()
+        return result
+    if state.trying and result.reason == "overflow":
+        state.unheard.clear()
+        return result
+    record.bad_steps += 1
+    blamed = ", ".join(str(c) for c in result.culprits) or "unknown"
+    if record.bad_steps >= state.patience:
+        raise DivergedError(
+            f"{record.bad_steps} steps in a row could not be applied ({result.reason}, loss scale {result.scale:g}); not finite: {blamed}. "
+            "None of them changed the weights",
+            "Look at the data of this batch and at the first operation that gives inf or NaN in fp32; then try a "
+            f"smaller learning rate, or bf16 if the run was fp16. "
+            f"The patience of {state.patience} steps is the argument patience= (max_bad_steps= in TrainingArguments).",
+            result,
+        )
+    if state.on_overflow == "raise":
+        raise StepRefusedError(
+            f"the step could not be applied ({result.reason}, loss scale {result.scale:g}); not finite: {blamed}. Nothing was changed",
+            "Catch it and go on with the next batch, or use on_overflow='skip' or 'replay'.",
+            result,
+        )
+    return result

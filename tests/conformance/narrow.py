@@ -1,0 +1,277 @@
+"""Weights that are 16 bits wide (kind A)."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Optimizer
+
+from conformance.adapter import Library, Record, collector
+from conformance.tools import BF16, F16, F32, copies, near, read
+
+RECORDS: list[Record] = []
+record = collector(RECORDS, "A")
+NO_MASTERS = "16-bit weights are taken by the loop without masters and without a word"
+
+
+@record(
+    "default-load-is-bf16",
+    "a bf16 checkpoint loaded with transformers' defaults, trained with bf16=True at lr 2e-5 for ten steps",
+    today="most weights never move: the update is under half a unit in the last place, and nothing is said",
+    right="more than 99 % of the weights moved, or a refusal that says to load in fp32",
+    check=lambda share: share > 0.99,
+    refused=("float32",),
+    refs=("F9", "case 49"),
+    doors=("trainer",),
+)
+def default_load(library: Library) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": (ids := torch.randint(0, 64, (16,), generator=generator)), "labels": ids} for _ in range(64)]
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).to(BF16).save_pretrained(folder)  # type: ignore[arg-type]
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        before = copies(model.parameters())
+        settings = {"learning_rate": 2e-5, "lr_scheduler_type": "constant", "logging_strategy": "no"}
+        library.trainer(model, rows, folder, max_steps=10, per_device_train_batch_size=8, bf16=True, **settings).train()
+    changed = torch.cat([(a != b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
+    return float(changed.float().mean())
+
+
+@record(
+    "half-loaded-model-and-fp16-amp",
+    "a model loaded in fp16 is trained with fp16 autocast, scaler and clipping",
+    today="ValueError: Attempting to unscale FP16 gradients, at the first clip, without a name or a remedy",
+    right="works with fp32 masters, or is refused with the parameter and the remedy",
+    check=lambda v: v,
+    refused=("weight", "float32"),
+    refs=("F15", "case 23"),
+    doors=("loop", "accelerator"),
+)
+def half_loaded(library: Library) -> Any:
+    net = nn.Sequential(nn.Linear(4, 4)).to(F16)
+    run = library.run(net, [SGD(net.parameters(), lr=0.1)])
+    before = copies(net.parameters())
+    run.backward(run.forward(torch.ones(1, 4)).float().sum() / 64)
+    run.clip(1.0)
+    run.step()
+    return any(bool((a != b).any()) for a, b in zip(before, net.parameters(), strict=True))
+
+
+@record(
+    "half-adapter-on-a-frozen-half-base",
+    "a frozen fp16 base with a trainable fp16 adapter (LoRA), fp16 autocast and scaler",
+    today="ValueError: Attempting to unscale FP16 gradients",
+    right="works with fp32 masters, or is refused with the adapter's name and the remedy",
+    check=lambda v: v,
+    refused=("adapter", "float32"),
+    refs=("case 23", "F15"),
+)
+def half_adapter(library: Library) -> Any:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.adapter(x)  # type: ignore[no-any-return]
+
+    net = Adapted().to(F16)
+    net.base.requires_grad_(False)
+    scaler, optimizer = library.scaler(8.0), SGD(net.adapter.parameters(), lr=0.1)
+    library.watch(scaler, net, optimizer)
+    before = copies(net.adapter.parameters())
+    with library.autocast(F16):
+        loss = net(torch.ones(1, 4)).float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    return any(bool((a != b).any()) for a, b in zip(before, net.adapter.parameters(), strict=True))
+
+
+@record(
+    "frozen-half-base-and-fp32-adapter",
+    "a frozen fp16 base with a trainable fp32 adapter: the right way to do LoRA in fp16",
+    today="right",
+    right="the adapter moves, the base does not",
+    check=lambda v: v["adapter"] and not v["base"] and v["size"] < 1.0,
+    refs=("case 23",),
+    stock="right",
+)
+def fp32_adapter(library: Library) -> Any:
+    base, adapter = nn.Linear(4, 4).to(F16).requires_grad_(False), nn.Linear(4, 4)
+    scaler, optimizer = library.scaler(1024.0), SGD(adapter.parameters(), lr=0.1)
+    before = copies([*base.parameters(), *adapter.parameters()])
+    with library.autocast(F16):
+        loss = (base(torch.ones(1, 4, dtype=F16)) + adapter(torch.ones(1, 4))).float().sum() / 4
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    changed = [bool((a != b).any()) for a, b in zip(before, [*base.parameters(), *adapter.parameters()], strict=True)]
+    size = float((before[2] - adapter.weight.detach()).abs().max())
+    return {"base": any(changed[:2]), "adapter": all(changed[2:]), "size": size}
+
+
+def _narrow_weights(library: Library, start: float, gradients: list[float], make: Any) -> tuple[nn.Parameter, Optimizer]:
+    """Steps of an optimizer on a bf16 weight with given gradients, by the loop for bf16."""
+    w = nn.Parameter(torch.full((4,), start, dtype=BF16))
+    optimizer, scaler = make([w]), library.scaler(enabled=False)
+    library.watch(scaler, optimizer)
+    for g in gradients:
+        optimizer.zero_grad()
+        scaler.scale((w * g).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return w, optimizer
+
+
+@record(
+    "bf16-weights-stop-moving",
+    "a bf16 weight of 1 under AdamW with lr 1e-3, 100 steps",
+    today="it never moves: the step is under half the spacing of bf16",
+    right="0.9, or a refusal that says to use float32",
+    check=lambda v: near(v, 0.9, 0.01),
+    refused=("float32",),
+    refs=("case 37", "F7"),
+    pending=NO_MASTERS,
+)
+def stop_moving(library: Library) -> Any:
+    w, _ = _narrow_weights(library, 1.0, [1.0] * 100, lambda ps: AdamW(ps, lr=1e-3, weight_decay=0.0))
+    return read(w)[0]
+
+
+@record(
+    "weight-decay-is-lost-in-bf16",
+    "a bf16 weight of 1 under AdamW with lr 1e-3 and weight decay 0.1, 200 steps of zero gradient",
+    today="1.0: w x 0.9999 rounds to w",
+    right="0.980, or a refusal that says to use float32",
+    check=lambda v: near(v, 0.98, 1e-3),
+    refused=("float32",),
+    refs=("F7", "case 38"),
+    pending=NO_MASTERS,
+)
+def decay_lost(library: Library) -> Any:
+    w, _ = _narrow_weights(library, 1.0, [0.0] * 200, lambda ps: AdamW(ps, lr=1e-3, weight_decay=0.1))
+    return read(w)[0]
+
+
+@record(
+    "second-moment-is-stuck-in-bf16",
+    "one gradient of 10, then 500 of 0.01, bf16 weight under Adam",
+    today="0.1 for good: v x 0.999 rounds back to v",
+    right="0.1 x 0.999^500 = 0.061, or a refusal that says to use float32",
+    check=lambda v: near(v, 0.0606, 0.01),
+    refused=("float32",),
+    refs=("F8", "case 39"),
+    pending=NO_MASTERS,
+)
+def moment_stuck(library: Library) -> Any:
+    w, optimizer = _narrow_weights(library, 0.0, [10.0] + [0.01] * 500, lambda ps: torch.optim.Adam(ps, lr=1e-3))
+    return float(optimizer.state[w]["exp_avg_sq"][0])
+
+
+@record(
+    "gradients-accumulated-in-bf16",
+    "1000 micro-batches of gradient 1 into a bf16 weight",
+    today="the sum stops at 256",
+    right="1000, or a refusal that says to use float32",
+    check=lambda v: near(v, 1000.0, 1e-3),
+    refused=("float32",),
+    refs=("F14", "case 42"),
+    pending=NO_MASTERS,
+)
+def accumulated_in_bf16(library: Library) -> Any:
+    w = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer, scaler = SGD([w], lr=1.0), library.scaler(enabled=False)
+    library.watch(scaler, optimizer)
+    for _ in range(1000):
+        scaler.scale(w.float().sum()).backward()
+    assert w.grad is not None
+    grad = float(w.grad[0])
+    scaler.step(optimizer)
+    return grad
+
+
+@record(
+    "fp32-gradients-of-bf16-weights",
+    "w.grad_dtype = float32 on a bf16 weight, AdamW",
+    today="RuntimeError in the optimizer",
+    right="the step is taken, or refused with the remedy",
+    check=lambda v: v,
+    refused=("float32",),
+    refs=("F16",),
+    pending=NO_MASTERS,
+)
+def fp32_gradients(library: Library) -> Any:
+    w = nn.Parameter(torch.ones(4, dtype=BF16))
+    w.grad_dtype = F32
+    optimizer, scaler = AdamW([w], lr=0.1), library.scaler(enabled=False)
+    library.watch(scaler, optimizer)
+    scaler.scale(w.float().sum()).backward()
+    scaler.step(optimizer)
+    return read(w)[0] < 1.0
+
+
+@record(
+    "clipping-16-bit-gradients",
+    "gradients of 30000 in fp16, clipped by torch's clip_grad_norm_ under a scaler that is off",
+    today="the norm overflows in fp16 and every gradient becomes 0",
+    right="an update of norm 1, or not applied, or a refusal that says to use float32",
+    check=lambda v: near(v, 1.0, 0.01),
+    refused=("float32",),
+    refs=("case 50",),
+    pending=NO_MASTERS,
+)
+def clipping_narrow(library: Library) -> Any:
+    w = nn.Parameter(torch.zeros(100, dtype=F16))
+    optimizer, scaler = SGD([w], lr=1.0), library.scaler(enabled=False)
+    library.watch(scaler, optimizer)
+    scaler.scale((w.float() * 30000.0).sum()).backward()
+    clip_grad_norm_([w], 1.0)
+    scaler.step(optimizer)
+    return float(w.detach().float().norm())
+
+
+@record(
+    "half-cast-model-and-fp32-inputs",
+    "model.to(bfloat16) with fp32 inputs: Linear, LayerNorm and Conv1d",
+    today="three errors in three wordings; none names a module",
+    right="works, or a refusal that names the parameter and the remedy",
+    check=lambda v: v,
+    refused=("weight", "float32"),
+    refs=("case 67",),
+    doors=("accelerator",),
+)
+def half_cast(library: Library) -> Any:
+    shapes = ((nn.Linear(4, 4), (2, 4)), (nn.LayerNorm(4), (2, 4)), (nn.Conv1d(2, 2, 1), (1, 2, 4)))
+    return [float(library.accelerator("bf16").prepare(m.to(BF16))(torch.ones(shape)).sum()) for m, shape in shapes]
+
+
+@record(
+    "casting-after-prepare",
+    "the model is prepared, then cast: model.to(bfloat16) (a line left over from an older script)",
+    today="trains bf16 weights without a word: an update of 2e-4 is lost",
+    right="the update is kept, or a refusal that says to use float32",
+    check=lambda v: near(v, 1.0 - 100 * 2e-4, 1e-3),
+    refused=("float32",),
+    refs=("case 37",),
+    doors=("accelerator",),
+)
+def casting_after_prepare(library: Library) -> Any:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    accelerator = library.accelerator("bf16")
+    model, optimizer = accelerator.prepare(layer, SGD(layer.parameters(), lr=2e-4))
+    model.to(BF16)
+    for _ in range(100):
+        accelerator.backward(model(torch.ones(1, 1, dtype=BF16)).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return read(layer.weight)[0]

@@ -1,0 +1,72 @@
+"""What is read from a graph: leaves, and running statistics that its forward pass has moved. Nothing is run."""
+
+import torch
+from torch import nn
+
+from halfstep.step.backward import QUIET, WALKS, BackwardWatch
+from halfstep.step.graph import walk
+
+
+def test_leaves_are_those_that_a_backward_pass_gives_gradients_to() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    frozen, unused = nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)
+    x = torch.randn(4, 3, requires_grad=True)
+    model[0].bias.requires_grad_(False)
+    loss = frozen(model(x)).sum()
+    leaves = walk(loss).leaves
+    loss.backward()
+    everything = [x, *model.parameters(), *frozen.parameters(), *unused.parameters()]
+    assert {id(p) for p in leaves} == {id(p) for p in everything if p.grad is not None}
+
+
+def test_shared_weights_are_found_and_detached_ones_are_not() -> None:
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    found = walk((p * p + p * q.detach()).sum()).leaves
+    assert {id(x) for x in found} == {id(p)}
+
+
+def test_a_loss_that_is_itself_a_leaf_reaches_itself() -> None:
+    p = nn.Parameter(torch.tensor(1.0))
+    assert [id(x) for x in walk(p).leaves] == [id(p)]
+
+
+def test_statistics_are_those_of_norms_in_training_mode_only() -> None:
+    training, evaluating, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)
+    found = walk(plain(evaluating(training(torch.randn(4, 3)))).sum()).statistics
+    assert {t.data_ptr() for t in found} == {training.running_mean.data_ptr(), training.running_var.data_ptr()}
+
+
+def test_a_graph_of_a_thousand_nodes_is_no_recursion() -> None:
+    p = nn.Parameter(torch.ones(1))
+    y = p
+    for _ in range(20_000):
+        y = y + 1
+    assert len(walk(y.sum()).leaves) == 1
+    del y
+
+
+def test_walking_leaves_the_graph_whole() -> None:
+    p = nn.Parameter(torch.ones(2))
+    loss = (p.exp() * 2).sum()
+    walk(loss)
+    loss.backward()
+    assert p.grad is not None
+
+
+def test_walking_ends_after_some_losses_with_nothing_new_and_at_the_latest_after_sixteen() -> None:
+    quiet, busy = BackwardWatch(), BackwardWatch()
+    p = nn.Parameter(torch.ones(1))
+    told = [quiet.look(p.sum()) is not None for _ in range(10)]
+    assert told == [True] * (1 + QUIET) + [False] * (9 - QUIET)
+    others = [nn.Parameter(torch.ones(1)) for _ in range(WALKS + 4)]
+    told = [busy.look(o.sum()) is not None for o in others]
+    assert told == [True] * WALKS + [False] * 4
+
+
+def test_parameters_that_are_gone_are_no_longer_leaves() -> None:
+    watch = BackwardWatch()
+    keep, drop = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    watch.look((keep + drop).sum())
+    del drop
+    assert [id(p) for p in watch.leaves()] == [id(keep)]
