@@ -46,8 +46,6 @@ def prober(loss: Tensor, leaves: Sequence[Tensor], agree: Agree | None, backward
         with _undisturbed(device):
             wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
             scaled = (wide * scale).sum()  # several losses: most likely their reduction is no more than their sum
-                (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * scale
-            ).sum()
             grads = backward(scaled) if backward is not None else _gradients(scaled, leaves)
             values = [numerics.stored(g) for g in grads]
             peak, share = numerics.largest(values, device), numerics.subnormal_share(values, FP16_NORMAL * HEAD_ROOM, device)
