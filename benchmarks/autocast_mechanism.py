@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from halfstep import amp
 from halfstep.amp.mode import Applied, Switched
@@ -164,6 +165,13 @@ def mode(dtype: torch.dtype, op_list: str, emulate: bool) -> Iterator[None]:
         yield
 
 
+class Bare(TorchFunctionMode):
+    """The least that a mode can do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> object:
+        return func(*args, **(kwargs or {}))
+
+
 class Timed(nn.Module):
     """Says how long a call of its submodule takes."""
 
@@ -176,14 +184,15 @@ class Timed(nn.Module):
         return microseconds(lambda: self.inner(x))
 
 
-def microseconds(call: Callable[[], object], repeat: int = 2000) -> float:
+def microseconds(call: Callable[[], object], repeat: int = 1500) -> float:
+    """Processor time of one call: the least of many, which other processes disturb least."""
     found = []
-    for _ in range(15):
-        begun = time.perf_counter()
+    for _ in range(40):
+        begun = time.process_time()
         for _ in range(repeat):
             call()
-        found.append((time.perf_counter() - begun) / repeat * 1e6)
-    return statistics.median(found)
+        found.append((time.process_time() - begun) / repeat * 1e6)
+    return min(found)
 
 
 def per_call(dtype: torch.dtype) -> dict[str, float]:
@@ -202,16 +211,20 @@ def per_call(dtype: torch.dtype) -> dict[str, float]:
     found["submodule of a bound model"] = round(bound(x) - plain(x), 2)
     block = microseconds(lambda: amp.autocast("cpu", dtype).__enter__().__exit__(None, None, None), 200)
     found["a whole block, entered and left"] = round(block, 2)
+    outside = microseconds(x.neg)
+    with Bare():
+        found["a mode that does nothing: x.neg()"] = round(microseconds(x.neg) - outside, 2)
     return found
 
 
-def step(model: nn.Module, batch: Tensor, block: contextlib.AbstractContextManager) -> float:
+def step(model: nn.Module, batch: Tensor, block: contextlib.AbstractContextManager) -> tuple[float, float]:
+    """Seconds of one step by the clock, and of processor time (over all threads), which a busy machine changes less."""
     model.zero_grad()
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     with block:
         loss = model(batch)
     loss.backward()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, time.process_time() - used
 
 
 def variants(dtype: torch.dtype, native: bool) -> dict[str, Callable[[], contextlib.AbstractContextManager]]:
@@ -235,6 +248,10 @@ def variants(dtype: torch.dtype, native: bool) -> dict[str, Callable[[], context
     return {"fp32": contextlib.nullcontext} | emulated | (with_torch if native else {})
 
 
+def _ms(found: list[tuple[float, float]], clock: int) -> float:
+    return round(1e3 * statistics.median(pair[clock] for pair in found), 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
@@ -254,23 +271,19 @@ def main() -> None:
     for name in options.models:
         model, batch = made[name]
         blocks = variants(dtype, options.native)
-        times: dict[str, list[float]] = {variant: [] for variant in blocks}
+        times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in blocks}
         for round_ in range(options.rounds + 1):
             for variant in list(blocks)[:: 1 if round_ % 2 else -1]:
                 seconds = step(model, batch, blocks[variant]())
                 if round_:  # the first round warms up
                     times[variant].append(seconds)
-        medians = {variant: statistics.median(found) for variant, found in times.items()}
-        base = medians["emulated, mode, CPU list"]
-        own = medians.get("torch.autocast")
-        results[name] = {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "rows": {
-                variant: {"ms": round(1e3 * m, 2), "ratio_to_mode_cpu_list": round(m / base, 3)}
-                | ({"ratio_to_torch": round(m / own, 3)} if own else {})
-                for variant, m in medians.items()
-            },
-        }
+        bases = {"mode_cpu_list": times["emulated, mode, CPU list"]} | ({"torch": times["torch.autocast"]} if options.native else {})
+        rows = {variant: {"ms": _ms(found, 0), "cpu_ms": _ms(found, 1)} for variant, found in times.items()}
+        for variant, found in times.items():
+            for against, base in bases.items():
+                rows[variant][f"ratio_to_{against}"] = round(_ms(found, 0) / _ms(base, 0), 3)
+                rows[variant][f"cpu_ratio_to_{against}"] = round(_ms(found, 1) / _ms(base, 1), 3)
+        results[name] = {"parameters": sum(p.numel() for p in model.parameters()), "rows": rows}
     facts = {"machine": doctor("cpu").as_dict(), "threads": torch.get_num_threads(), "rounds": options.rounds, "dtype": options.dtype}
     print(json.dumps(facts | {"per_call_us": per_call(dtype), "models": results}, indent=1))
 

@@ -195,10 +195,10 @@ def test_without_calibration_steps_are_lost(case: str) -> None:
 def test_starts_that_overflow_all_calibrate_to_one_scale(case: str) -> None:
     """A search for the largest scale that goes through ends at the same one, wherever it began."""
     scales = {}
-    for exponent in EXPONENTS:
+    for exponent in range(0, 33, 4):
         if Job(case, exponent).loop(1, strategy="stock").lost():
             scales[exponent] = Job(case, exponent).loop(1).results[0].scale
-    assert len(scales) >= 4
+    assert len(scales) >= 3
     assert len(set(scales.values())) == 1, scales
     assert all(scale < 2.0**exponent for exponent, scale in scales.items())
 

@@ -304,6 +304,7 @@ class Accelerator:
                 f"save_state() was called inside an accumulation window, {done}, and gradients are not part of a checkpoint",
                 "Call it after the window's optimizer.step(): when accelerator.sync_gradients is true.",
             )
+        self.scaler.get_scale()  # learns the verdicts that are still on the device: states follow them
         items = self._parts()
         parts = {name: item.state_dict() for name, item in items.items()} | {
             "scaler": {"bad_steps": self.scaler.bad_steps} | self.scaler.state_dict(),

@@ -26,25 +26,29 @@ class Signature:
 
     def __init__(self, model: nn.Module) -> None:
         self.parts = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
+        self.ids = {id(p) for p in model.parameters()}
 
 
 def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> None:
     """Raise ConfigError when parameters were cast, moved or added since the model was prepared, unless an optimizer has the new ones."""
     for name, p in model.named_parameters():
         before = signature.parts.get(name)
-        if before is None:
+        if id(p) not in signature.ids:
             if p.requires_grad and p.grad is not None and not _has(optimizers, p):
                 raise ConfigError(
-                    f"{name} was added to the model after prepare(), and no prepared optimizer updates it",
+                    f"{name} was {'added to' if before is None else 'replaced in'} the model after prepare(), and no prepared optimizer updates it",
                     "Change the model first and prepare it then, or prepare an optimizer that has the new parameters too.",
                 )
-            signature.parts[name] = (p.dtype, p.device)
-        elif before[0] != p.dtype:
+            signature.parts[name] = before = (p.dtype, p.device)
+            signature.ids.add(id(p))
+        if before is None:
+            continue
+        if before[0] != p.dtype:
             raise ConfigError(
                 f"{name} was {_text(before[0])} when the model was prepared and is {_text(p.dtype)} now, so it has no fp32 master weights",
                 "Undo it with model.to(torch.float32), or prepare the model anew; for a 16-bit copy use copy.deepcopy(model).half().",
             )
-        elif before[1] != p.device:
+        if before[1] != p.device:
             raise ConfigError(f"{name} was on {before[1]} when the model was prepared and is on {p.device} now", "Move the model before prepare().")
 
 
@@ -52,17 +56,28 @@ def refuse_orphans(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Raise ConfigError for an optimizer whose parameters look like a model's and are not: it was made before they were replaced."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(p) for model in models for p in model.parameters()}
-    if not own or any(id(p) in known for p in own):
+    lost = [p for p in own if id(p) not in known]
+    if not lost:
+        return
+    mine = {id(p) for p in own}
+    for model in models if len(lost) < len(own) else ():
+        for name, theirs in model.named_parameters():
+            if theirs.requires_grad and id(theirs) not in mine and theirs.shape == lost[0].shape:
+                raise ConfigError(_orphan(name, lost[0], theirs), "Make the optimizer from model.parameters() after the last such change.")
+    if len(lost) < len(own):
         return
     for model in models:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if [p.shape for _, p in named] == [p.shape for p in own]:
             name, theirs = named[0]
-            raise ConfigError(
-                f"the optimizer has a {_text(own[0].dtype)} tensor on {own[0].device} for {name}, and the model's own is another, "
-                f"{_text(theirs.dtype)} on {theirs.device}: it was made before the model's parameters were replaced (moved, cast or copied)",
-                "Make the optimizer from model.parameters() after the last such change.",
-            )
+            raise ConfigError(_orphan(name, own[0], theirs), "Make the optimizer from model.parameters() after the last such change.")
+
+
+def _orphan(name: str, ours: nn.Parameter, theirs: nn.Parameter) -> str:
+    return (
+        f"the optimizer has a {_text(ours.dtype)} tensor on {ours.device} for {name}, and the model's own is another, "
+        f"{_text(theirs.dtype)} on {theirs.device}: it was made before the model's parameters were replaced (moved, cast or copied)"
+    )
 
 
 def _has(optimizers: Sequence[Any], parameter: nn.Parameter) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,21 +21,23 @@ def run(compute: Callable[[], object], step: Callable[[], StepResult], clear: Ca
     random states and its batches.
     """
     begun = checkpoint.capture()
-    fall, replays, first = 2.0, 0, 0.0
+    fall, replays, first, before = 2.0, 0, 0.0, math.inf
     while True:
         if replays:
             checkpoint.restore(begun)
         compute()
         scale = scaler.scale_at_hand
         first, lower = first or scale, max(scaler.floor, scale / fall)
-        last = lower == scale
+        last = lower == scale or scale >= before
+        before = scale
         with contextlib.nullcontext() if last else scaler.trying():
             result = step()
         if result or last or result.reason != "overflow":
             break
         clear()
+        scaler.discard_()
         scaler.update(lower)
         fall, replays = fall * fall, replays + 1
     if replays and not result:
         scaler.update(first)
-    return replace(result, replays=replays) if replays else result
+    return replace(result, replays=replays, next_scale=scaler.get_scale()) if replays else result

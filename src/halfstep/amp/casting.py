@@ -61,16 +61,20 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
     if already is not None:
         raise ConfigError(f"this {type(module).__name__} is already bound to {already}", "Call remove() on that binding first, or bind a copy.")
     held = _called(module, select((name for name, _ in module.named_modules()), policy.fp32)) if policy.fp32 else ()
+    own = {name: bound_policy(part) for name, part in module.named_modules() if name and bound_policy(part) is not None}
     for name in held:
+        if any(f"{name}.".startswith(f"{o}.") for o in own):
+            raise ConfigError(
+                f"fp32={name} has no effect: that part is bound to a policy of its own, {next(iter(own.values()))}", "Leave the name out of fp32=."
+            )
         if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             raise ConfigError(
                 f"fp32={name} has no effect: nn.MultiheadAttention reads its weights and never calls it", "Name the attention module itself."
             )
     check_lists(policy.fp32_ops, policy.half_ops)
     changed: list[tuple[str, Any, Any]] = []
-    own = [f"{name}." for name, part in module.named_modules() if name and bound_policy(part) is not None]
     for name, part in list(module.named_modules()):
-        if name and (not _binds(part) or any(f"{name}.".startswith(o) for o in own) or (not policy.is_mixed and device.type == "cpu")):
+        if name and (not _binds(part) or any(f"{name}.".startswith(f"{o}.") for o in own) or (not policy.is_mixed and device.type == "cpu")):
             continue
         if not name:
             function = _under(_function(part), policy, device)

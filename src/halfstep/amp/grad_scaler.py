@@ -186,6 +186,10 @@ class GradScaler:
         self._engine.settle()
         return self._engine.state.record(optimizer).applied
 
+    def discard_(self) -> None:
+        """Throw away the scaled gradients at hand, of all optimizers: they will be made again."""
+        self._engine.discard()
+
     def trying(self) -> AbstractContextManager[None]:
         """A block whose steps will be computed again if they overflow: such a refusal is not counted and moves no scale."""
         return self._engine.trying()
@@ -199,7 +203,7 @@ class GradScaler:
         return self._engine.edits()
 
     def get_scale(self) -> float:
-        """The scale that the next loss will get (the first loss may calibrate it); 1 when scaling is off."""
+        """The scale now; 1 when scaling is off. The next loss may lower it (`strategy="follow"`)."""
         self._engine.settle()
         self._engine.state.scale_was_read = True
         return self._engine.scaling.scale
@@ -269,7 +273,7 @@ class GradScaler:
             }
         if isinstance(scaling, FollowingScaling):
             fallen = scaling.scale if scaling.upcoming is None else scaling.upcoming
-            state |= {"scale": fallen, "limit": scaling.limit, "peak": scaling.peak, "calibrated": scaling.calibrated}
+            state |= {"scale": fallen, "limit": scaling.limit, "peak": scaling.peak, "falls": scaling.falls, "calibrated": scaling.calibrated}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -311,6 +315,7 @@ class GradScaler:
             )
             if isinstance(loaded, FollowingScaling):  # torch's state has none of these: its scale is taken as found
                 loaded.limit, loaded.peak = float(state_dict.get("limit", loaded.limit)), float(state_dict.get("peak", 0.0))
+                loaded.falls = int(state_dict.get("falls", 0))
                 loaded.calibrated, loaded.upcoming = bool(state_dict.get("calibrated", True)), None
             self._engine.scaling = loaded
         else:

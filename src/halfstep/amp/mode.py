@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 Route = Callable[..., Any]  # route(dtype, function, *args, **kwargs): runs the function in the format that it stands for
-OPENED = (F.multi_head_attention_forward, F.interpolate, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+OPENED = frozenset((F.multi_head_attention_forward, F.interpolate, Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
 
 class Tables:
@@ -43,13 +43,15 @@ class _Reach:
     def __init__(self) -> None:
         self.tables: list[Tables] = []
         self.numbers: dict[Route, int] = {}
+        self._lock = threading.Lock()
 
     def add(self, tables: Tables) -> int:
-        for route in (*tables.on.values(), *tables.off.values()):
-            number = self.numbers.setdefault(route, len(self.numbers) + 1)
-            setattr(self, f"route_{number}", route)
-        self.tables.append(tables)
-        return len(self.tables) - 1
+        with self._lock:
+            for route in (*tables.on.values(), *tables.off.values()):
+                number = self.numbers.setdefault(route, len(self.numbers) + 1)
+                setattr(self, f"route_{number}", route)
+            self.tables.append(tables)
+            return len(self.tables) - 1
 
 
 _reach = _Reach()
@@ -81,21 +83,23 @@ class OpMode(TorchFunctionMode):
         self.tables = tables
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tables = self.tables
-        on = torch.is_autocast_enabled(self.device)
         if torch.compiler.is_compiling():
-            number = _look_up(tables.number, on, func)
-            return self._run(getattr(_reach, f"route_{number}") if number else None, func, args, kwargs)
-        route = (tables.on if on else tables.off).get(func)
+            number = _look_up(self.tables.number, torch.is_autocast_enabled(self.device), func)
+            return self._run(getattr(_reach, f"route_{number}") if number else None, func, args, kwargs or {})
+        tables = self.tables
+        route = tables.on.get(func)
+        if (route is not None or tables.acts_off) and not torch.is_autocast_enabled(self.device):
+            route = tables.off.get(func)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
-            return self._run(route, func, args, kwargs)
+            if route is None and func not in OPENED:  # the common case, which this method shall cost little
+                return func(*args, **kwargs) if kwargs else func(*args)
+            return self._run(route, func, args, kwargs or {})
         # activation checkpointing: a tensor saved now is made again when it is unpacked, which is in the backward pass and may be outside this block
         again = functools.partial(_unpack, hooks[1], self.device, tables, inside.policy)
         torch._C._autograd._push_saved_tensors_default_hooks(hooks[0], again)
         try:
-            return self._run(route, func, args, kwargs)
+            return self._run(route, func, args, kwargs or {})
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 

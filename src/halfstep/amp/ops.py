@@ -37,6 +37,11 @@ RESAMPLING_FP32 = names("""upsample upsample_nearest upsample_bilinear upsample_
     _upsample_bilinear2d_aa _upsample_bicubic2d_aa""")
 FP32 = (*POINTWISE_FP32, *REDUCTIONS_FP32, *LOSSES_FP32, *RESAMPLING_FP32)
 
+LEAVES = (
+    *POINTWISE_FP32,
+    *names("softmax log_softmax sum prod cumsum cumprod logsumexp layer_norm group_norm rms_norm cross_entropy nll_loss mse_loss"),
+)
+
 WIDEST = names("addcdiv addcmul atan2 arctan2 cross bilinear dot vdot grid_sample grid_sampler index_put tensordot scatter_add")
 SUMS_OF_PRODUCTS = ("bilinear", "dot", "vdot", "grid_sample", "grid_sampler", "tensordot")  # of WIDEST: rounded once where all inputs are 16-bit
 
@@ -46,7 +51,9 @@ LOW = names(
     rnn_tanh_cell rnn_relu_cell"""
 )
 LOW_ON_CUDA_ONLY = names("mv addmv addr einsum chain_matmul multi_dot prelu gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
-FP32_ON_CPU_ONLY = names(  # torch's CPU list casts these up, and CUDA leaves them in the format of their input
+# torch's CPU list casts these up, and CUDA leaves them in the format of their input. Decompositions and transforms of torch.linalg and torch.fft are
+# also among what only the CPU list casts up: those stay in fp32, since CUDA refuses most of them in 16 bits.
+FP32_ON_CPU_ONLY = names(
     """avg_pool3d adaptive_avg_pool3d max_pool3d adaptive_max_pool3d max_pool3d_with_indices adaptive_max_pool3d_with_indices fractional_max_pool2d
     fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d pad
     trace"""
@@ -59,9 +66,11 @@ INEXACT = names(  # what an fp32 island computes in fp32, besides the lists abov
     exp2 sqrt sin cos tanh sigmoid atan arctan asinh arcsinh acosh arccosh atanh arctanh sinc erf erfc lgamma digamma polygamma mvlgamma
     logaddexp logaddexp2 logcumsumexp xlogy hypot float_power ldexp i0 logit deg2rad rad2deg index_add scatter_reduce index_reduce
     matrix_power matrix_exp gelu silu mish elu selu celu glu leaky_relu rrelu hardswish hardsigmoid logsigmoid softsign tanhshrink softshrink
-    interpolate dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout batch_norm instance_norm embedding_bag
+    interpolate dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout batch_norm instance_norm
     multi_head_attention_forward avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"""
 )
+
+WITH_STATE = ("batch_norm", "instance_norm")  # these write to their running_mean and running_var, which must not be a cast copy
 
 _OPERATORS = {  # how an op is spelled with operators
     "pow": ("__pow__", "__rpow__"),

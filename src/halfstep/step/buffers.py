@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep import numerics
 
-TRIALS = 2  # steps after which buffers that were never seen to change are no longer copied
+TRIALS = 2  # steps after which large buffers that were never seen to change are no longer copied
+SMALL = 65536  # elements up to which a buffer stays copied all the same
 
 
 class _Place(Protocol):
@@ -47,19 +48,22 @@ class _Guarded:
     place: _Place
     copy: Tensor | None  # None for a buffer that was never seen to change
     moves: bool = False  # was seen to change
-    version: int = -1  # of a buffer without a copy
+    version: int = -1  # of a buffer that was not seen to change in the first steps
+    after: Tensor | None = None  # what was undone, in case another optimizer of the same forward passes is applied
 
     def now(self) -> Tensor | None:
         """The buffer. A copy that no longer fits it (the module was moved or cast) is made anew."""
         tensor, copy = self.place.get(), self.copy
         if tensor is None:
             return None
-        if copy is None:
-            if tensor._version == self.version:
-                return None
-            self.moves = True  # from now on: what it was before this change is not known
-        if copy is None or (tensor.shape, tensor.dtype, tensor.device) != (copy.shape, copy.dtype, copy.device):
-            self.copy = tensor.detach().clone()
+        if not self.moves and self.version >= 0 and tensor._version != self.version:
+            self.moves = True
+        if copy is None and not self.moves:
+            return None
+        if copy is None or tensor.shape != copy.shape:
+            self.copy = tensor.detach().clone()  # what it was before is not known
+        elif (tensor.dtype, tensor.device) != (copy.dtype, copy.device):
+            self.copy = copy.to(tensor.device, tensor.dtype)
         return tensor
 
 
@@ -81,10 +85,11 @@ class _Renew:
 class BufferGuard:
     """Copies of the buffers of watched modules, taken after each step that counted and put back after one that did not.
 
-    All buffers are copied at first, by value (eager BatchNorm does not bump versions); from the third step on only batch norms' and
-    those that were seen to change; one that begins to change later is copied from then on. Memory: one copy of the buffers that
-    change; for BatchNorm 8 bytes per channel. Loading a state into a watched module renews the copies. They are written back
-    through `.data`: a graph that is still to be differentiated has saved the running statistics, and does not use them in training mode.
+    All buffers are copied at first, by value (eager BatchNorm does not bump versions); from the third step on only those of batch
+    norms, those that were seen to change, and small ones. A large one that begins to change later is copied from then on.
+    Memory: one copy of these; for BatchNorm 8 bytes per channel. Loading a state into a watched module renews the copies. They are
+    written back through `.data`: a graph that is still to be differentiated has saved the running statistics, and in training mode
+    does not use them.
     """
 
     def __init__(self) -> None:
@@ -95,25 +100,31 @@ class BufferGuard:
     def watch(self, module: nn.Module) -> None:
         """Guard the buffers of `module` and of all modules in it. Watching twice does no harm."""
         for part in module.modules():
-            if part in self._modules or not part._buffers:
+            if part in self._modules:
                 continue
             self._modules.add(part)
             part.register_load_state_dict_post_hook(_Renew(self))  # type: ignore[no-untyped-call]
-            known = {id(item.place.get()) for item in self._guarded}
-            for name, buffer in part._buffers.items():
-                if buffer is not None and id(buffer) not in known:
-                    self._add(_OfModule(ref(part), name), buffer, isinstance(part, _NormBase))
+            self._steps = 0
+            self._add_all(part)
+
+    def _add_all(self, part: nn.Module) -> None:
+        """Guard the buffers of one module that are not guarded yet; some are made in the first forward pass."""
+        known = {id(item.place.get()) for item in self._guarded}
+        for name, buffer in part._buffers.items():
+            if buffer is not None and id(buffer) not in known:
+                self._guarded.append(_Guarded(_OfModule(ref(part), name), buffer.detach().clone(), isinstance(part, _NormBase)))
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules were shown."""
+        return bool(self._modules)
 
     def found(self, statistics: tuple[Tensor, ...]) -> None:
         """Guard running statistics that were met in the graph of a loss, of modules that nobody has shown."""
         known = {id(item.place.get()) for item in self._guarded}
         for tensor in statistics:
             if id(tensor) not in known:
-                self._add(_Alone(ref(tensor)), tensor, moves=True)
-
-    def _add(self, place: _Place, buffer: Tensor, moves: bool) -> None:
-        self._guarded.append(_Guarded(place, buffer.detach().clone(), moves))
-        self._steps = 0
+                self._guarded.append(_Guarded(_Alone(ref(tensor)), tensor.detach().clone(), True))
 
     def renew(self) -> None:
         """Take the buffers as they are now for good."""
@@ -149,8 +160,25 @@ class BufferGuard:
     @torch.no_grad()
     def undo(self) -> None:
         """A step did not count: put all buffers back that have changed."""
-        for copy, tensor in self._moved():
-            tensor.data.copy_(copy)
+        for item in self._movers():
+            tensor = item.now()
+            if tensor is not None and item.copy is not None:
+                item.after = tensor.detach().clone()
+                tensor.data.copy_(item.copy)
+
+    @torch.no_grad()
+    def redo(self) -> None:
+        """Another optimizer of the same forward passes was applied: take back what `undo` did, but for buffers that are not finite."""
+        for item in self._guarded:
+            tensor, after = item.place.get(), item.after
+            if tensor is not None and after is not None and tensor.shape == after.shape and bool(torch.isfinite(after).all()):
+                tensor.data.copy_(after)
+        self.forget()
+
+    def forget(self) -> None:
+        """The forward passes of a step are the past."""
+        for item in self._guarded:
+            item.after = None
 
     @torch.no_grad()
     def repair(self) -> None:
@@ -173,14 +201,19 @@ class BufferGuard:
                 if tensor is not None:
                     tensor.data.copy_(copy)
 
-    def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """The buffers that forward passes change, each behind its copy. The first steps find out which; the copies of others are let go."""
+    def _movers(self) -> list[_Guarded]:
+        """The buffers that forward passes change. The first steps find out which."""
         if self._steps <= TRIALS:
             self._notice()
-        now = [(item, item.now()) for item in self._guarded]
-        return [(item.copy, tensor) for item, tensor in now if tensor is not None and item.moves and item.copy is not None]
+        return [item for item in self._guarded if item.now() is not None and item.moves]
+
+    def _moved(self) -> list[tuple[Tensor, Tensor]]:
+        """The same, each behind its copy."""
+        return [(item.copy, tensor) for item in self._movers() if item.copy is not None and (tensor := item.now()) is not None]
 
     def _notice(self) -> None:
+        for part in self._modules:
+            self._add_all(part)
         for item in self._guarded:
             tensor = item.now()
             if tensor is not None and item.copy is not None and not item.moves:
@@ -189,4 +222,5 @@ class BufferGuard:
         if self._steps > TRIALS:
             for item in self._guarded:
                 if not item.moves and (tensor := item.place.get()) is not None:
-                    item.copy, item.version = None, tensor._version
+                    item.version = tensor._version
+                    item.copy = item.copy if tensor.numel() <= SMALL else None

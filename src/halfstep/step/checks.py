@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from halfstep.step.marks import parameters
 
 def refuse_loss(loss: Tensor) -> None:
     """A loss must be a floating-point tensor with a graph behind it."""
+    if loss.device.type == "meta":
+        raise ConfigError(
+            "the loss is on the meta device, which holds no numbers", "Move the model to a real device with to_empty() and load its weights."
+        )
     if not (loss.is_floating_point() or loss.is_complex()):
         raise ConfigError(
             f"the loss is {str(loss.dtype).removeprefix('torch.')}, which has no gradients", "Compute it in floating point, for example loss.float()."
@@ -89,8 +93,12 @@ def refuse_unseen(optimizer: Optimizer, name: Callable[[Tensor], str]) -> None:
 
 def refuse_states(optimizer: Optimizer, name: Callable[[Tensor], str]) -> None:
     """States on another device than their parameter: the model moved after the optimizer had stepped or loaded."""
+    states = getattr(optimizer, "state", None)
+    if not isinstance(states, Mapping):
+        return
     for p in parameters(optimizer):
-        for key, value in optimizer.state.get(p, {}).items():
+        own = states.get(p)
+        for key, value in own.items() if isinstance(own, Mapping) else ():
             if isinstance(value, Tensor) and value.dim() and value.device != p.device:
                 raise ConfigError(
                     f"the model has moved since its optimizer was made: {name(p)} is on {p.device} and its {key} on {value.device}",

@@ -35,6 +35,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     for owner in owners:
         make_unscaled(state, owner)
     records = [state.record(owner) for owner in owners]
+    grads = [p.grad for p in known.values() if p.grad is not None]  # a replay has made new ones
     bad = next((r.verdict for r in records if r.verdict and not r.verdict.fit), None)
     if bad is not None:
         return torch.tensor(bad.norm, device=grads[0].device)

@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from halfstep.errors import StepOrderError
+from halfstep.step import checks
 from halfstep.step.judging import make_unscaled
-from halfstep.step.marks import gradients, parameters
+from halfstep.step.marks import gradients, parameters, unchanged
 from halfstep.step.state import StepState
 from halfstep.step.verdict import Verdict
 
@@ -27,16 +28,25 @@ def step_with_closure(state: StepState, optimizer: Optimizer, closure: Callable[
     After a bad evaluation weights and optimizer states are put back to what they were before the step. Memory: a copy of both.
     """
     record = state.record(optimizer)
-    if gradients(optimizer):  # SAM-like optimizers use what is there before they call the closure
-        held = make_unscaled(state, optimizer)
-        if held is not None and not held.fit:
-            return held
+    checks.refuse_settings(optimizer)
+    held = gradients(optimizer)
+    with state.at_once():
+        if held and not record.stepped and not unchanged(record.spent, held):
+            verdict = make_unscaled(state, optimizer)  # SAM-like optimizers use what is there before they call the closure
+            if verdict is not None and not verdict.fit:
+                return verdict
+        return _evaluated(state, optimizer, closure)
+
+
+def _evaluated(state: StepState, optimizer: Optimizer, closure: Callable[[], Any]) -> Verdict | None:
+    record, replays = state.record(optimizer), 0
     weights = [p.detach().clone() for p in parameters(optimizer)]
     kept = [(p, copy.deepcopy(values)) for p, values in optimizer.state.items()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.enable_grad()
     def judged() -> Any:
+        nonlocal replays
         record.forget()
         before = state.losses
         loss = closure()
@@ -46,20 +56,26 @@ def step_with_closure(state: StepState, optimizer: Optimizer, closure: Callable[
             )
         if gradients(optimizer):
             verdict = make_unscaled(state, optimizer)
+            replays += record.replays
             if verdict is not None and not verdict.fit:
                 raise _Refused(verdict)
         return loss
 
+    verdict, whole = None, False
     try:
         with state.taking_a_step():
             optimizer.step(judged)
+        verdict, whole = record.verdict, True
     except _Refused as refused:
-        with torch.no_grad():
-            for p, before in zip(parameters(optimizer), weights, strict=True):
-                p.copy_(before)
-        optimizer.state.clear()
-        optimizer.state.update(kept)
-        for group, was in zip(optimizer.param_groups, groups, strict=True):
-            group.update(was)
-        return refused.verdict
-    return record.verdict
+        verdict = refused.verdict
+    finally:
+        if not whole:  # an error of the closure's own comes through, and changes nothing either
+            with torch.no_grad():
+                for p, before in zip(parameters(optimizer), weights, strict=True):
+                    p.copy_(before)
+            optimizer.state.clear()
+            optimizer.state.update(kept)
+            for group, was in zip(optimizer.param_groups, groups, strict=True):
+                group.update(was)
+    record.replays = replays
+    return verdict

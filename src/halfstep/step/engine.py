@@ -66,6 +66,7 @@ class StepEngine:
     @property
     def bad_steps(self) -> int:
         """The longest row of bad steps that an optimizer is in now."""
+        taking.settle(self.state)
         return max((record.bad_steps for record in self.state.records.values()), default=self.state.bad_before)
 
     @bad_steps.setter
@@ -136,7 +137,7 @@ class StepEngine:
         if not under_way:
             state.scaling.begin()
         if self._start.wants(state.scaling, reached) and not any(r.unscaled for r in state.records.values()):
-            self._start.calibrate(state.scaling, loss, state.watch.reach(loss), state.everybody(), state.buffers)
+            self._start.calibrate(state.scaling, loss, state.watch.reach(loss), state.owned(), state.buffers)
             state.hopeless = self._start.hopeless
             if under_way and state.made_under is not None and state.scaling.scale < state.made_under:
                 held = [p.grad for p in state.everybody() if p.grad is not None and state.ledger.holds(p)]
@@ -250,6 +251,12 @@ class StepEngine:
             if record.loss is not None and not record.loss_spent:
                 record.loss = record.loss * factor
 
+    def discard(self) -> None:
+        """Throw away the gradients at hand that are still scaled, of all optimizers: they will be made again."""
+        for p in self.state.everybody():
+            if self.state.ledger.holds(p):
+                p.grad = None
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Update the weights if the gradients and the loss are fit, and say what happened.
 
@@ -278,6 +285,8 @@ class StepEngine:
         a bad forward pass is not the scale's fault.
         """
         state = self.state
+        if new_scale is not None:
+            taking.settle(state)
         for record in state.records.values():
             record.awaits_update = False
             if record.verdict is not None and not record.verdict.fit and not record.heard:

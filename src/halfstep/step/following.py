@@ -33,6 +33,12 @@ class Follower:
             self._seen = applied
             self.scheduler.step(*args, **kwargs)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, with the last step heard."""
+        self._engine.settle()
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
             raise AttributeError(name)

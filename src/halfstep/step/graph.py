@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 class Reached:
     """leaves: tensors that a backward pass will give gradients to. statistics: buffers that batch norms of the forward pass have updated.
 
+    hidden: there are batch norms behind activation checkpointing, which compute again, and move, statistics that the graph does not show.
     foreign: names of custom autograd Functions, of neither torch nor halfstep, that do not say `repeatable = True`. Their backward
     pass may free or overwrite what it saved (fused losses scale their saved gradient in place), so it must not be run twice.
     """
@@ -21,6 +22,7 @@ class Reached:
     leaves: tuple[Tensor, ...]
     statistics: tuple[Tensor, ...]
     foreign: tuple[str, ...] = ()
+    hidden: bool = False
 
 
 def nodes(loss: Tensor) -> Iterator[Any]:
@@ -43,19 +45,27 @@ def walk(loss: Tensor) -> Reached:
     leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
     statistics: list[Tensor] = []
     foreign: list[str] = []
+    hidden = False
     for node in nodes(loss):
         if hasattr(node, "variable"):
             leaves.append(node.variable)
         if isinstance(node, BackwardCFunction) and not _may_run_twice(node):
             foreign.append(type(node)._forward_cls.__name__)  # type: ignore[attr-defined]
-        if hasattr(node, "_saved_running_mean") and _training(node):
+        if _has_statistics(node) and _training(node):
             statistics += [t for t in (node._saved_running_mean, node._saved_running_var) if t is not None]
-    return Reached(tuple(leaves), tuple(statistics), tuple(foreign))
+        hidden = hidden or (getattr(node, "_raw_saved_running_mean", None) is not None and not _has_statistics(node))
+    return Reached(tuple(leaves), tuple(statistics), tuple(foreign), hidden)
 
 
 def _may_run_twice(node: BackwardCFunction) -> bool:
     kind = type(node)._forward_cls  # type: ignore[attr-defined]  # the Function that was applied
     return getattr(kind, "repeatable", False) or kind.__module__.partition(".")[0] in ("torch", "halfstep")
+
+
+def _has_statistics(node: Any) -> bool:
+    """Whether a batch norm holds its running statistics themselves. Behind hooks (activation checkpointing) reading them would compute them again."""
+    saved = getattr(node, "_raw_saved_running_mean", None)
+    return saved is not None and getattr(saved, "unpack_hook", True) is None
 
 
 def _training(node: Any) -> bool:

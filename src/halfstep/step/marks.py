@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,8 +47,8 @@ class Sign:
     def __init__(self, maker: object) -> None:
         self.maker = ref(maker)
 
-    def __reduce__(self) -> tuple[type[object], tuple[()]]:
-        return object, ()  # a copy of a gradient, by deepcopy or pickle, was made by nobody
+    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[()]]:
+        return OrderedDict, ()  # a copy of a gradient was made by nobody; of the few classes that torch.load takes
 
 
 def maker_of(gradient: Tensor) -> Any:
@@ -110,10 +111,15 @@ class Ledger:
         left = self._left.get(id(p))
         return left is not None and not left.used and left.parameter() is p and p.grad is not None
 
-    def is_unscaled(self, p: Tensor) -> bool:
-        """Whether the gradient of this parameter was unscaled since the last backward pass, and not changed since."""
+    def bears_scale(self, p: Tensor) -> bool:
+        """The same, and at most one edit (a clip) has changed it since: one that was zeroed and made anew by others has changed twice."""
         left = self._left.get(id(p))
-        return left is not None and left.used and left.gradient() is p.grad and p.grad is not None and left.version == p.grad._version
+        return left is not None and self.holds(p) and p.grad is not None and left.gradient() is p.grad and p.grad._version <= left.version + 1
+
+    def is_unscaled(self, p: Tensor) -> bool:
+        """Whether the gradient of this parameter was unscaled since the last backward pass."""
+        left = self._left.get(id(p))
+        return left is not None and left.used and p.grad is not None and left.gradient() is p.grad
 
     def mixed(self, owners: Iterable[Tensor]) -> list[Tensor]:
         """Parameters whose used gradient was not cleared before a backward pass added to it."""

@@ -231,7 +231,7 @@ class FollowingScaling(DynamicScaling):
     def lower(self, scale: float) -> None:
         """Go on from this scale, with a lower limit: gradients that were not measured had overflowed."""
         self.limit, self.peak = max(self.limit * min(scale / self.scale, 0.5), 1.0), 0.0
-        self.upcoming = None
+        self.upcoming, self.calibrated = None, False
         super().lower(scale)
 
     def begin(self) -> None:

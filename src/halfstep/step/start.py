@@ -16,7 +16,7 @@ from halfstep.step.graph import Reached
 from halfstep.step.scaling import FollowingScaling, Scaling
 from halfstep.step.verdict import Agree
 
-TRIES, THEN_EVERY = 8, 64  # a loss may tell nothing (all gradients zero, or bad at any scale): look again, but not for ever at each
+SILENT, HOPELESS, THEN_EVERY = 256, 8, 64  # a loss may tell nothing (gradients all zero, or bad at any scale): look again, but not for ever at each
 
 
 class Start:
@@ -25,7 +25,7 @@ class Start:
     def __init__(self, agree: Agree | None) -> None:
         self._agree = agree
         self._covered: dict[int, ref[Tensor]] = {}  # parameters that a calibration has seen
-        self._tries = 0
+        self._tries, self._silent = 0, 0
         self.hopeless = False  # gradients of the step at hand are bad at every scale
         self._going_on = False  # the step at hand is one that calibrates: each of its losses is probed
 
@@ -39,7 +39,7 @@ class Start:
             return True
         if scaling.wants_calibration:
             self._tries += 1
-            return self._tries <= TRIES or self._tries % THEN_EVERY == 0
+            return (self._tries <= HOPELESS or self._tries % THEN_EVERY == 0) and (self._silent <= SILENT or self._silent % THEN_EVERY == 0)
         return self._is_new(scaling, reached)
 
     def _is_new(self, scaling: Scaling, reached: Reached | None) -> bool:
@@ -52,9 +52,14 @@ class Start:
         """Probe the graph of `loss` and set the scale. `known`: all parameters whose gradients may be put aside if torch.autograd.grad is refused."""
         leaves = reached.leaves
         if not isinstance(scaling, FollowingScaling) or not leaves or not bool(torch.isfinite(loss.detach()).all()):
+            self._tries = max(0, self._tries - 1)
             return
         if reached.foreign:
             _say_why(f"{reached.foreign[0]}, a custom autograd Function, may free or overwrite what it saved")
+            scaling.calibrated = True
+            return
+        if reached.hidden and not buffers.has_modules:
+            _say_why("batch norms behind activation checkpointing would move their statistics, and nobody has shown them")
             scaling.calibrated = True
             return
         trial = replace(scaling, calibrated=False)
@@ -69,6 +74,8 @@ class Start:
                     scaling.calibrated = True
                     return
         self.hopeless = self.hopeless or found == "hopeless"
+        if found == "silent":
+            self._silent, self._tries = self._silent + 1, 0
         if found != "found":
             return
         first_time = not scaling.calibrated
@@ -76,7 +83,7 @@ class Start:
         scale, limit = (trial.scale, trial.limit) if first_time else (min(scaling.scale, trial.scale), min(scaling.limit, trial.limit))
         scaling.calibrate(scale, limit)
         self._covered |= {id(p): ref(p) for p in leaves}
-        self._tries = 0
+        self._tries = self._silent = 0
 
 
 def _putting_aside(known: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tensor]]:
@@ -103,6 +110,7 @@ def _putting_aside(known: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tenso
 REMEDIES = {
     "donated": "set torch._functorch.config.donated_buffer = False before compiling",
     "custom": "set repeatable = True on its class if its backward pass can run twice",
+    "statistics": "call scaler.watch(model) before the first loss",
     "": "call scaler.watch(optimizer) before the first loss, or checkpoint with use_reentrant=False",
 }
 

@@ -59,7 +59,7 @@ class StepState:
     stepping: bool = False  # a step is being taken
     trying: bool = False  # steps that overflow will be computed again
     editing: bool = False  # edits of scaled gradients are allowed
-    window_fit: list[bool | Tensor] = field(default_factory=list)  # verdicts of the window at hand; tensors are 1 for bad
+    window: list[bool | Tensor] = field(default_factory=list)  # verdicts since the last loss was scaled; tensors are 1 for bad
 
     ledger: Ledger = field(default_factory=Ledger)
     buffers: BufferGuard = field(default_factory=BufferGuard)
@@ -92,7 +92,11 @@ class StepState:
 
     def everybody(self) -> list[Tensor]:
         """All parameters that are known, by an optimizer or from the graph of a loss."""
-        return self.watch.everybody(p for owner in self.records for p in parameters(owner))
+        return self.watch.everybody(self.owned())
+
+    def owned(self) -> list[Tensor]:
+        """The parameters of the optimizers that are known."""
+        return [p for owner in self.records for p in parameters(owner)]
 
     @property
     def scale_at_hand(self) -> float:
@@ -131,9 +135,18 @@ class StepState:
         finally:
             self.stepping = False
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, verdicts are read at once: what follows depends on them."""
+        before, self.deferred = self.deferred, False
+        try:
+            yield
+        finally:
+            self.deferred = before
+
     def still_scales(self, parameter: Tensor) -> bool:
         """Whether the gradient of this parameter is multiplied by the loss scale, and no step is being taken."""
-        return not self.stepping and self.scale_at_hand != 1.0 and self.ledger.holds(parameter)
+        return not self.stepping and self.scale_at_hand != 1.0 and self.ledger.bears_scale(parameter)
 
     def called(self, parameter: Tensor) -> str:
         """The name of a parameter, or where it stands in its optimizer."""

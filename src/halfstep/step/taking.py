@@ -67,10 +67,12 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
         step_on_device(optimizer, bad, scale)
     signs = Reading(torch.stack(record.signs).any().float().reshape(1)) if record.signs else None
     told = Record(clipped=record.clipped, loss=state.loss_of(record))
-    made_under = state.scale_at_hand
+    made_under, hopeless = state.scale_at_hand, state.hopeless
 
     def find() -> StepResult:
         verdict = decide(evidence, reading.numbers(), names.__getitem__)
+        if hopeless and not verdict.fit:
+            verdict = verdict.not_the_scale()
         told.clipped = told.clipped or (signs is not None and verdict.fit and bool(signs.numbers()[0]))
         result = _result(state, verdict, told, made_under, heard=False)
         if state.scaling.active:
@@ -112,6 +114,8 @@ def _spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
     state.loss_spent = True
     state.ledger.use(parameters(optimizer))
     record.spent = marks(gradients(optimizer))
+    if not any(state.waits(owner, other) for owner, other in state.records.items() if other is not record):
+        state.replay.clear()
     if not state.scaling.active:
         record.forget()
         record.loss_spent = True
@@ -123,22 +127,28 @@ def _spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
 
 
 def _window_ends(state: StepState, fit: bool | Tensor) -> None:
-    """Buffers follow once no optimizer waits with gradients of the same forward passes. A tensor is 1 for a bad step."""
-    state.window_fit.append(fit)
-    if not any(state.waits(owner, record) for owner, record in state.records.items()):
-        close_window(state)
+    """Buffers follow the first optimizer of their forward passes that is applied; without one they are put back. A tensor is 1 for a bad step."""
+    if isinstance(fit, Tensor):
+        state.window.append(fit)
+        if not any(state.waits(owner, record) for owner, record in state.records.items()):
+            close_window(state)
+    elif fit:
+        if False in state.window:
+            state.buffers.redo()
+        state.buffers.keep()
+        state.window.append(True)
+    elif not state.window:
+        state.buffers.undo()
+        state.window.append(False)
 
 
 def close_window(state: StepState) -> None:
-    """Keep the buffers if an optimizer of the window was applied, else put them back."""
-    verdicts, state.window_fit = state.window_fit, []
-    on_device = [v for v in verdicts if isinstance(v, Tensor)]
-    if True in [v for v in verdicts if not isinstance(v, Tensor)]:
-        state.buffers.keep()
-    elif on_device:
+    """The forward passes of a step are the past: verdicts that are on the device decide over their buffers there."""
+    on_device = [v for v in state.window if isinstance(v, Tensor)]
+    if on_device:
         state.buffers.keep(torch.stack(on_device).amin())
-    elif verdicts:
-        state.buffers.undo()
+    state.window.clear()
+    state.buffers.forget()
 
 
 def _result(state: StepState, verdict: Verdict, record: Record, scale: float, heard: bool) -> StepResult:

@@ -188,3 +188,8 @@ def test_state_is_put_back_after_a_compiled_block() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert compiled(x).dtype == torch.float16
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def test_torch_still_marks_constant_functions_as_halfstep_does() -> None:
+    """`torch.compiler.assume_constant_result` would import a second's worth of compiler."""
+    assert torch.compiler.assume_constant_result(lambda: 1)._dynamo_marked_constant

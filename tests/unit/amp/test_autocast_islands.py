@@ -1,7 +1,7 @@
 """A block in which autocast is switched off, inside one where it is on: fp32, also for operands that are 16-bit already."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -152,6 +152,39 @@ def test_conversions_attributes_and_in_place_forms_are_left_alone() -> None:
         assert nn.Dropout(0.5, inplace=True)(z) is z
         assert z.dtype == torch.float16
         assert torch.add(x, x, out=torch.empty(4, 4, dtype=torch.float16)).dtype == torch.float16
+
+
+def normalised(x: Tensor, block: AbstractContextManager[Any], form: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    layer = nn.BatchNorm1d(4).to(form)
+    with block:
+        found = layer(x), F.batch_norm(x, running_mean=layer.running_mean, running_var=layer.running_var, training=True)
+        third = torch.batch_norm(x, layer.weight, layer.bias, layer.running_mean, layer.running_var, True, 0.1, 1e-5, False)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], third)
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return found[0].detach(), layer.running_mean, layer.running_var
+
+
+@pytest.mark.parametrize("where", ["island", "fp32_ops", "half_ops"])
+@pytest.mark.parametrize("form", [torch.float32, torch.float16], ids=str)
+def test_running_statistics_are_written_and_not_a_copy_of_them(where: str, form: torch.dtype) -> None:
+    def block() -> AbstractContextManager[Any]:
+        if where == "island":
+            outer = amp.autocast("cpu", torch.float16)
+            outer.__enter__()
+            stack.callback(outer.__exit__, None, None, None)
+            return amp.autocast("cpu", enabled=False)
+        return amp.autocast("cpu", torch.float16, **{where: ("batch_norm",)})
+
+    x = matrix(torch.float16) * 3
+    with ExitStack() as stack:
+        output, mean, variance = normalised(x, block(), form)
+    assert output.dtype == (torch.float32 if where != "half_ops" and form == torch.float32 else torch.float16)
+    assert (mean.dtype, variance.dtype) == (form, form)
+    _, expected_mean, expected_variance = normalised(x.float(), nullcontext(), torch.float32)
+    torch.testing.assert_close(mean.float(), expected_mean, rtol=2**-9, atol=2**-9)
+    torch.testing.assert_close(variance.float(), expected_variance, rtol=2**-9, atol=2**-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])

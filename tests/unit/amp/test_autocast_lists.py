@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep import Accelerator, amp
+from halfstep.amp.mode import Applied, Switched
+from halfstep.amp.routes import bare_island, tables
 from halfstep.errors import ConfigError
 from halfstep.policy import parse
 
@@ -149,6 +152,23 @@ def test_a_policy_with_a_name_that_is_no_op_is_refused_when_it_is_bound() -> Non
     assert "forward" not in model.__dict__
     with pytest.raises(ConfigError, match="softmx"):
         Accelerator(precision="bf16-mixed,half_ops=softmx", cpu=True).prepare(nn.Linear(2, 2))
+
+
+def test_on_cuda_lists_and_islands_act_and_nothing_else_does() -> None:
+    """On CUDA tensors without data: the formats, without a GPU."""
+    assert not tables("cuda", "cuda", (), (), False).acts_on
+    assert not tables("cuda", "device", (), (), False).acts_on
+    moved = tables("cuda", "cuda", ("gelu", "linear"), ("softmax",), False)
+    with FakeTensorMode(allow_non_fake_inputs=True), Switched("cuda", True, torch.float16, False), Applied("cuda", moved):
+        half = torch.empty(4, 4, dtype=torch.float16, device="cuda")
+        wide = half.float()
+        assert [F.gelu(half).dtype, (half @ wide).dtype, F.linear(half, wide).dtype] == [torch.float32, torch.float16, torch.float32]
+        assert [wide.softmax(-1).dtype, F.softmax(wide, -1).dtype, half.exp().dtype] == [torch.float16, torch.float16, torch.float32]
+        on_cpu = torch.empty(4, 4, dtype=torch.float16)
+        assert F.gelu(on_cpu).dtype == torch.float16, "tensors of another device are left alone"
+        with Switched("cuda", False, torch.float16, False), Applied("cuda", bare_island("cuda")):
+            assert [(half * half).dtype, F.linear(half, wide).dtype, half.softmax(-1).dtype] == [torch.float32] * 3
+            assert (on_cpu * on_cpu).dtype == torch.float16
 
 
 def test_an_accelerator_runs_the_lists() -> None:

@@ -79,7 +79,7 @@ NAMES = [f"{'Tensor.' if func is getattr(Tensor, func.__name__, None) else ''}{f
 class Seen(TorchDispatchMode):
     """Notes the formats in which torch's products really run."""
 
-    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "dot", "mv", "linear", "convolution", "attention", "addmv")
+    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "dot", "vdot", "mv", "linear", "convolution", "attention", "addmv")
 
     def __init__(self) -> None:
         super().__init__()

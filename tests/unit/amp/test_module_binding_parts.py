@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp
 from halfstep.amp.mode import inside
+from halfstep.errors import ConfigError
 from halfstep.policy import parse
 
 CPU = torch.device("cpu")
@@ -204,6 +205,15 @@ def test_a_part_bound_to_a_policy_of_its_own_keeps_it() -> None:
     assert model.blocks[0].up(inputs()).dtype == torch.bfloat16
     binding.remove()
     assert model(inputs()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("pattern", ["head", "head.0"])
+def test_a_part_bound_to_a_policy_of_its_own_cannot_be_held_in_fp32(pattern: str) -> None:
+    model = Model()
+    amp.bind(model.head, parse("fp16-mixed"), CPU)
+    with pytest.raises(ConfigError, match="policy of its own, fp16-mixed"):
+        amp.bind(model, parse(f"bf16-mixed,fp32={pattern}"), CPU)
+    assert amp.bound_policy(model) is None
 
 
 def test_a_part_bound_after_the_whole_has_the_later_policy_until_it_is_removed() -> None:

@@ -1,6 +1,7 @@
 """The scale follows the gradients: up where they underflow, down before they overflow, head room kept, resumed as it was."""
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_good_steps_raise_the_scale_after_their_window_only_while_head_room_is_l
     results = run.steps(1.0, 100)
     assert all(results)
     assert results[-1].scale * HEAD_ROOM <= 65536.0 * 2
-    assert {round(math.log2(b.scale / a.scale)) for a, b in zip(results, results[1:], strict=False)} <= {0, 1}
+    assert {round(math.log2(b.scale / a.scale)) for a, b in itertools.pairwise(results)} <= {0, 1}
 
 
 def test_next_scale_is_the_scale_of_the_next_step() -> None:
@@ -104,13 +105,13 @@ def test_what_would_follow_is_what_follows() -> None:
                         assert math.frexp(scaling.scale)[0] == 0.5
 
 
-def test_at_the_floor_the_scale_is_calibrated_anew() -> None:
+def test_after_a_set_scale_and_hopeless_steps_it_is_calibrated_anew() -> None:
     run = Run(init_scale=4.0)
     run.step(1.0)
     run.scaler.update(2.0)
     handle = run.p.register_hook(lambda g: g * math.inf)
     run.steps(1.0, 3)
-    assert run.scaler.get_scale() == 1.0
+    assert run.scaler.get_scale() == 2.0, "bad at every scale: not the fault of this one"
     handle.remove()
     assert run.step(2.0**-24).scale >= 2.0**10
 
@@ -122,12 +123,12 @@ def slopes_of(count: int) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["follow", "stock"])
 def test_a_run_that_goes_on_from_a_saved_state_is_the_run_that_never_stopped(strategy: str) -> None:
-    whole, slopes = Run(strategy=strategy, growth_interval=6), slopes_of(40)
+    whole, slopes = Run(strategy=strategy, growth_interval=6), slopes_of(24)
     expected, states = [], []
     for s in slopes:
         states.append(copy.deepcopy(whole.scaler.state_dict()))
         expected.append(whole.step(s))
-    for at in range(1, 40):
+    for at in range(1, 24):
         second = Run(strategy=strategy, init_scale=2.0)
         second.scaler.load_state_dict(states[at])
         results = [second.step(s) for s in slopes[at:]]
@@ -152,9 +153,7 @@ def test_an_empty_state_is_announced_and_the_next_loss_calibrates() -> None:
     assert all(run.steps(1.0, 3))
 
 
-@pytest.mark.parametrize(
-    "state", [{"scale": 0.0}, {"scale": -4.0}, {"scale": math.nan}, {"growth_factor": 2.0}], ids=str
-)
+@pytest.mark.parametrize("state", [{"scale": 0.0}, {"scale": -4.0}, {"scale": math.nan}, {"growth_factor": 2.0}], ids=str)
 def test_a_state_that_no_run_can_go_on_from_is_refused_and_changes_nothing(state: dict[str, Any]) -> None:
     run = Run()
     run.step(1.0)

@@ -3,12 +3,15 @@
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam
 
+from halfstep.amp import GradScaler
 from halfstep.step.marks import Ledger, Sign, maker_of, marks, unchanged
 
 
@@ -135,3 +138,29 @@ def test_odd_gradients_are_noted_too(kind: str) -> None:
     assert ledger.edited([p]) == []
     ledger.use([p])
     assert not ledger.holds(p)
+
+
+def test_threads_with_loops_of_their_own_do_not_meet() -> None:
+    weights: dict[int, list[Tensor]] = {}
+    errors: list[BaseException] = []
+
+    def work(number: int, scaled: bool) -> None:
+        try:
+            p = nn.Parameter(torch.full((3,), float(number)))
+            optimizer, scaler = Adam([p], lr=0.01), GradScaler(enabled=scaled)
+            for _ in range(30):
+                optimizer.zero_grad()
+                scaler.scale((p * p).sum()).backward()
+                assert scaler.step(optimizer)
+                scaler.update()
+            weights.setdefault(number, []).append(p.detach())
+        except BaseException as error:  # noqa: BLE001  shown by the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n % 3 + 1, n < 3)) for n in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert errors == []
+    assert all(torch.equal(one, two) for one, two in weights.values())
