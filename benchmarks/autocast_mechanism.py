@@ -1,7 +1,7 @@
 """What does it cost to carry an op policy: by halfstep's function mode, or by kernels of one's own for the AutocastCPU dispatch key?
 
 One training step (forward and backward) of a GPT-2 style model of 23 M parameters on 4 x 128 tokens and of a small convolutional network; all
-variants in one process, interleaved, the order flipped every round, medians and ratios; one variant against itself (A/A) says how noisy the
+variants in one process, interleaved, the order rotated every round, medians and ratios; one variant against itself (A/A) says how noisy the
 machine was. "emulated" rounds operands and multiplies in fp32, so that the carriers do the same work; with --native torch.autocast alone and its
 16-bit kernels are measured too. `per_call_us`: what the mode adds to one call. Run:
 
@@ -273,7 +273,8 @@ def main() -> None:
         blocks = variants(dtype, options.native)
         times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in blocks}
         for round_ in range(options.rounds + 1):
-            for variant in list(blocks)[:: 1 if round_ % 2 else -1]:
+            order = list(blocks)
+            for variant in order[round_ % len(order) :] + order[: round_ % len(order)]:
                 seconds = step(model, batch, blocks[variant]())
                 if round_:  # the first round warms up
                     times[variant].append(seconds)

@@ -62,7 +62,7 @@ def test_clearing_at_the_start_of_a_window_keeps_the_micro_batches_before(precis
 def test_spent_gradients_of_one_optimizer_do_not_hold_the_scale_of_another() -> None:
     """As in adversarial training: several steps of one optimizer between two of the other, whose gradients nobody clears."""
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    first, second, scaler = torch.optim.SGD([a], lr=0.1), torch.optim.SGD([b], lr=0.1), GradScaler()
+    first, second, scaler = torch.optim.SGD([a], lr=0.1), torch.optim.SGD([b], lr=0.1), GradScaler(strategy="stock")
     scaler.scale(a.sum()).backward()
     assert scaler.step(first)
     scaler.update()

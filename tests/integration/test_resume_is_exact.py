@@ -16,7 +16,12 @@ from halfstep.demo.text import Blocks
 from halfstep.errors import CheckpointError
 from halfstep.trainer import TrainingInterrupted
 
-PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed,scale=dynamic:65536,scale_window=3,scale_strategy=stock", "fp16-mixed"]  # a scale that moves, up and down
+PRECISIONS = [
+    "fp32",
+    "bf16-mixed",
+    "fp16-mixed,scale=dynamic:65536,scale_window=3,scale_strategy=stock",
+    "fp16-mixed",
+]  # a scale that moves, up and down
 TEXT = bytes(torch.randint(97, 123, (16 * 64,), generator=torch.Generator().manual_seed(3)).tolist())
 STEPS = 12
 

@@ -154,8 +154,7 @@ class BufferGuard:
             return
         if not bool(finite):
             self.repair()
-        for copy, tensor in moved:
-            copy.copy_(tensor)
+        torch._foreach_copy_([copy for copy, _ in moved], [tensor for _, tensor in moved])
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -36,9 +36,13 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
         make_unscaled(state, owner)
     records = [state.record(owner) for owner in owners]
     grads = [p.grad for p in known.values() if p.grad is not None]  # a replay has made new ones
-    bad = next((r.verdict for r in records if r.verdict and not r.verdict.fit), None)
-    if bad is not None:
-        return torch.tensor(bad.norm, device=grads[0].device)
+    pairs = zip(owners, records, strict=True)
+    spoilt = [(o, r.verdict) for o, r in pairs if r.verdict and not r.verdict.fit and (state.waits(o) or r.judged(gradients(o)))]
+    if spoilt:  # their steps will be refused; what another optimizer will use is clipped among itself
+        refused = {id(p) for o, _ in spoilt for p in parameters(o)}
+        clip(state, [p for i, p in known.items() if i not in refused], max_norm, norm_type)
+        sizes = [v.norm for _, v in spoilt]
+        return torch.tensor(next((n for n in sizes if math.isnan(n)), max(sizes)), device=grads[0].device)
     later = any(r.evidence for r in records)
     if later and norm_type == 2.0:
         total, sign = _clip_on_device(grads, max_norm)

@@ -75,6 +75,11 @@ def can_defer(optimizer: Optimizer) -> bool:
     return all(optimizer.state.get(p) for group in groups for p in group["params"] if p.grad is not None)
 
 
+def divides_itself(optimizer: Optimizer) -> bool:
+    """Whether this optimizer can divide the gradients by the scale in its own pass: torch's fused ones, unless hooks would see them scaled."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not optimizer._optimizer_step_pre_hooks
+
+
 def step_on_device(optimizer: Optimizer, bad: Tensor, scale: float) -> None:
     """Call the fused optimizer's step; it divides the gradients by `scale` and does nothing where `bad` is 1."""
     device = bad.device

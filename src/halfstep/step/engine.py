@@ -114,9 +114,11 @@ class StepEngine:
         self.settle()
         self._begin()
         reached = state.watch.look(loss)
+        state.ledger.look(state.everybody())
         if reached is not None:
             state.buffers.found(reached.statistics)
         self._choose_scale(loss, reached)
+        state.ledger.begin()
         seen = loss.detach().float().reshape(()) if loss.numel() == 1 else None
         if seen is not None:
             state.loss = seen if state.loss is None else state.loss + seen.to(state.loss.device)
@@ -151,21 +153,21 @@ class StepEngine:
     def _begin(self) -> None:
         """A new loss: gradients that were stepped with, or judged and thrown away since, are the past."""
         state = self.state
+        for loose in [x for x in state.loose if not any(state.ledger.waits(p) for p in parameters(x))]:
+            state.loose.remove(loose)
+            del state.records[loose]
         for owner, record in state.records.items():
             if record.stepped:
                 record.spent = marks(gradients(owner))
                 record.forget()
-                record.loss_spent = True
             elif record.unscaled and self._thrown_away(owner, record):
                 record.forget()
-                record.loss_spent = True
                 state.buffers.repair()
                 state.loss_spent = state.loss_spent or not any(numerics.stored(g).any() for o in state.records for g in gradients(o))
         if state.loss_spent:
             state.loss, state.loss_spent, state.noticed = None, False, 0
             self._start.next_step()
             state.hopeless = False
-            state.parts.clear()
             state.replay.clear()
             taking.close_window(state)
 
@@ -185,12 +187,10 @@ class StepEngine:
         losses = [loss for loss in self._going_through if loss is not None]
         self._going_through = []
         seen = torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if losses else None
-        moved, added = state.ledger.note(state.everybody(), state.sign if state.scaling.active else None)
+        moved, added = state.ledger.note(state.sign, state.passes, seen)
         state.noticed += 1
+        state.passes += 1
         state.replay.note(moved, added)
-        strangers = moved - {id(p) for owner in state.records for p in parameters(owner)}
-        if strangers and seen is not None:
-            state.parts.append((strangers, seen))
         for owner, record in state.records.items():
             own = {id(p) for p in parameters(owner)}
             if not own & moved:
@@ -198,10 +198,10 @@ class StepEngine:
             if state.scale_at_hand != 1.0 and record.unscaled and not record.stepped and own & added:
                 raise StepOrderError(
                     "gradients were unscaled before this backward pass, which has added scaled gradients to unscaled ones",
-                    "Call unscale_() or clip after the last backward pass of a step.",
+                    "Call unscale_() or clip once per step, after the last backward pass of it.",
                 )
-            if seen is not None:
-                record.add_loss(seen, fresh=not own & added)
+            if not state.scaling.active and record.unscaled:
+                record.forget()
 
     def unscale(self, optimizer: Optimizer) -> Verdict | None:
         """Judge the gradients of `optimizer` and, when they are fit, divide them by the loss scale in place.
@@ -215,6 +215,8 @@ class StepEngine:
                 "unscale_() was already called on this optimizer since its last step, and twice would divide its gradients by the scale twice",
                 "Call it once per step, before clipping.",
             )
+        if not self.state.scaling.active:
+            return judging.make_unscaled(self.state, optimizer)
         return judging.unscale(self.state, optimizer) if gradients(optimizer) else None
 
     def clip(self, chosen: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -247,9 +249,7 @@ class StepEngine:
         state.ledger.again()
         if state.loss is not None and not state.loss_spent:
             state.loss = state.loss * factor
-        for record in state.records.values():
-            if record.loss is not None and not record.loss_spent:
-                record.loss = record.loss * factor
+        state.ledger.rescale(factor)
 
     def discard(self) -> None:
         """Throw away the gradients at hand that are still scaled, of all optimizers: they will be made again."""
@@ -264,6 +264,8 @@ class StepEngine:
         steps in a row, StepRefusedError for a bad step under on_overflow="raise".
         """
         state, record = self.state, self.state.record(optimizer)
+        if closure is None and not gradients(optimizer):
+            return taking.no_gradients(state, optimizer)
         if state.scaling.active and record.awaits_update:
             raise StepOrderError(
                 "step() was called twice on one optimizer without update() between", "Call update() once per iteration, after step()."

@@ -27,17 +27,23 @@ def make_unscaled(state: StepState, owner: Any) -> Verdict | None:
     return _judged_again(state, owner, record, held)
 
 
-def unscale(state: StepState, owner: Any) -> Verdict | None:
-    """Judge the gradients of `owner`, of which there is at least one, and divide fit ones by the loss scale."""
+def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None:
+    """Judge the gradients of `owner`, of which there is at least one, and divide fit ones by the loss scale.
+
+    divide: False leaves that to the optimizer, whose step must follow at once.
+    """
     record = state.record(owner)
     evidence = measure(state, owner)
     if defers(state, owner):
         record.evidence, record.verdict = evidence, None
     else:
         record.evidence, record.verdict = None, _decided(state, owner, record, evidence)
-    if record.verdict is None or record.verdict.fit:
+    unscaled = record.verdict is None or record.verdict.fit
+    if unscaled and divide:
         numerics.multiply_(gradients(owner), 1.0 / state.scale_at_hand)
-    state.ledger.use(parameters(owner))
+    elif not unscaled:  # what another optimizer has too, and measure() has scaled again
+        numerics.multiply_([p.grad for p in parameters(owner) if p.grad is not None and state.ledger.is_unscaled(p)], 1.0 / state.scale_at_hand)
+    state.ledger.use(parameters(owner), unscaled)
     record.marks, record.clipped, record.heard, record.losses = marks(gradients(owner)), False, False, state.losses
     return record.verdict
 
@@ -51,7 +57,7 @@ def measure(state: StepState, owner: Any) -> Evidence:
         checks.refuse_edits(state.ledger.edited(own), state.ledger.mixed(own), state.called)
         shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
         numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
-    return gather(gradients(owner), state.scale_at_hand, state.loss_of(state.record(owner)), state.agree, state.scaling.senses)
+    return gather(gradients(owner), state.scale_at_hand, state.loss_of(owner), state.agree, state.scaling.senses)
 
 
 def defers(state: StepState, owner: Any) -> bool:
@@ -107,7 +113,7 @@ def _judged_again(state: StepState, owner: Any, record: Record, held: list[Tenso
             "gradients were unscaled and changed after another loss was scaled: a backward pass has added scaled gradients to unscaled ones",
             "Call unscale_() or clip after the last backward pass of a step, and edit gradients before the next loss is scaled.",
         )
-    now = gather(held, 1.0, state.loss_of(record), state.agree)
+    now = gather(held, 1.0, state.loss_of(owner), state.agree)
     if record.evidence is not None:
         record.marks = marks(held)
         record.signs.append(now.values[0] < record.evidence.values[0] / record.evidence.scale)

@@ -10,7 +10,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from halfstep.numerics import stored
+from halfstep.numerics import norms, stored
 
 Marks = tuple[tuple["ref[Tensor]", int], ...]
 
@@ -64,40 +64,127 @@ class _Left:
     parameter: ref[Tensor]
     gradient: ref[Tensor]
     version: int
-    used: bool = False  # unscaled or stepped with since
-    mixed: bool = False  # a backward pass has added scaled gradients to used ones
+    used: bool = False  # it was unscaled
+    spent: bool = False  # a step was taken with it, or refused
+    edited: bool = False  # somebody changed it while it was scaled
+    mixed: bool = False  # a backward pass has added to it after it was used or spent
+    losses: frozenset[int] = frozenset()  # the numbers of the losses it comes from
+
+    def is_of(self, p: Tensor) -> bool:
+        """Whether this is about the gradient that `p` has now."""
+        return p.grad is not None and self.parameter() is p and self.gradient() is p.grad
+
+
+class _Heard:
+    """A hook on a parameter that tells a ledger of each accumulation. Holds it weakly; a copy, by deepcopy or pickle, tells nobody."""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._ledger = ref(ledger) if ledger is not None else None
+
+    def __call__(self, parameter: Tensor) -> None:
+        ledger = self._ledger() if self._ledger is not None else None
+        if ledger is not None:
+            ledger.heard(parameter)
+
+    def __reduce__(self) -> tuple[type[_Heard], tuple[()]]:
+        return _Heard, ()
 
 
 class Ledger:
-    """How the last backward pass left each gradient, by parameter, and which were unscaled or used since."""
+    """How the last backward pass left each gradient, by parameter, from which losses, and what was done with it since."""
 
     def __init__(self) -> None:
         self._left: dict[int, _Left] = {}
+        self._armed: dict[int, ref[Tensor]] = {}
+        self._sums: dict[int, tuple[ref[Tensor], int]] = {}  # accumulations since the last loss was scaled
+        self._losses: dict[int, Tensor] = {}
 
-    def note(self, owners: Iterable[Tensor], sign: Sign | None) -> tuple[set[int], set[int]]:
-        """Take down how the gradients of these parameters are now, and put `sign` on each.
+    def heard(self, p: Tensor) -> None:
+        """A backward pass has added to the gradient of `p`."""
+        known = self._sums.get(id(p))
+        self._sums[id(p)] = (ref(p), 1 if known is None or known[0]() is not p else known[1] + 1)
 
-        Returns the ids of parameters whose gradient has changed since the last note, and of those among them that one backward
-        pass has added to (a gradient that was cleared in between is another tensor, or has changed more than once).
+    def look(self, owners: Iterable[Tensor]) -> None:
+        """Before a backward pass: listen to all parameters, and take down what was done to gradients since the last one.
+
+        Gradients that were changed in place are read (once for all): all zeros were cleared, others were edited.
+        """
+        self._sums.clear()
+        changed = []
+        for p in owners:
+            armed = self._armed.get(id(p))
+            if (armed is None or armed() is not p) and p.requires_grad and p.is_leaf:
+                p.register_post_accumulate_grad_hook(_Heard(self))  # type: ignore[no-untyped-call]
+                self._armed[id(p)] = ref(p)
+            left, g = self._left.get(id(p)), p.grad
+            if left is None or (left.is_of(p) and g is not None and left.version == g._version):
+                continue
+            if g is None or left.parameter() is not p:
+                self._left.pop(id(p))
+            else:
+                changed.append((p, left, g))
+        sizes = norms([stored(g) for _, _, g in changed], changed[0][2].device).tolist() if changed else []
+        for (p, left, g), size in zip(changed, sizes, strict=True):
+            if size == 0:
+                self._left.pop(id(p))
+            else:
+                left.edited = not left.used
+                left.gradient, left.version = ref(g), g._version
+        alive = frozenset[int]().union(*(left.losses for left in self._left.values()))
+        self._losses = {n: loss for n, loss in self._losses.items() if n in alive}
+
+    def begin(self) -> None:
+        """What was heard so far was no backward pass of a step (probes, others' losses)."""
+        self._sums.clear()
+
+    def note(self, sign: Sign | None, number: int, loss: Tensor | None) -> tuple[set[int], set[int]]:
+        """After the backward pass of loss `number`: take down how it left the gradients it has reached, and put `sign` on each.
+
+        Returns the ids of these parameters, and of those among them whose gradient it has added to (others were cleared before).
         """
         moved, added = set(), set()
-        for p in owners:
-            g = p.grad
-            if g is None:
-                self._left.pop(id(p), None)
+        if loss is not None:
+            self._losses[number] = loss
+        sums, self._sums = self._sums, {}
+        for i, (owner, times) in sums.items():
+            p = owner()
+            g = p.grad if p is not None else None
+            if p is None or g is None:
                 continue
-            before = self._left.get(id(p))
-            same = before is not None and before.gradient() is g
-            if before is not None and same and before.version == g._version:
-                continue
-            moved.add(id(p))
-            grown = before is not None and same and before.version + 1 == g._version
-            if grown:
-                added.add(id(p))
-            mixed = before is not None and grown and (before.used or before.mixed)
-            self._left[id(p)] = _Left(ref(p), ref(g), g._version, mixed=mixed)
+            before = self._left.get(i)
+            grown = before is not None and before.is_of(p) and before.version + times == g._version
+            moved.add(i)
+            new = _Left(ref(p), ref(g), g._version, losses=frozenset((number,)))
+            if grown and before is not None:
+                added.add(i)
+                new.mixed, new.edited = before.used or before.spent or before.mixed, before.edited
+                new.losses |= before.losses
+            self._left[i] = new
             g.made_by = sign  # type: ignore[attr-defined]  # read by the guard of plain optimizer steps and by amp.clip_grad_norm_
         return moved, added
+
+    def loss(self, owners: Iterable[Tensor], after: int) -> Tensor | None:
+        """The sum of the losses, of those numbered above `after`, that gave these parameters their gradients; None when there were none."""
+        numbers = frozenset[int]().union(*(left.losses for p in owners if (left := self._left.get(id(p))) is not None and left.is_of(p)))
+        total: Tensor | None = None
+        for number in sorted(n for n in numbers & self._losses.keys() if n > after):
+            seen = self._losses[number]
+            total = seen if total is None else total + seen.to(total.device)
+        return total
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all losses taken down by `factor`."""
+        self._losses = {number: loss * factor for number, loss in self._losses.items()}
+
+    def is_unscaled(self, p: Tensor) -> bool:
+        """Whether the gradient of this parameter was unscaled, and nothing has been added to it since."""
+        left = self._left.get(id(p))
+        return left is not None and left.used and left.is_of(p)
+
+    def waits(self, p: Tensor) -> bool:
+        """Whether this parameter has a gradient that no step was taken with."""
+        left = self._left.get(id(p))
+        return left is not None and not left.spent and left.is_of(p)
 
     def again(self) -> None:
         """Accept all gradients as they are now."""
@@ -107,37 +194,43 @@ class Ledger:
                 left.gradient, left.version = ref(p.grad), p.grad._version
 
     def holds(self, p: Tensor) -> bool:
-        """Whether a backward pass left a gradient with this parameter that was not unscaled or used since."""
+        """Whether a backward pass left a gradient with this parameter that was not unscaled since."""
         left = self._left.get(id(p))
-        return left is not None and not left.used and left.parameter() is p and p.grad is not None
+        return left is not None and not left.used and left.is_of(p)
 
     def bears_scale(self, p: Tensor) -> bool:
         """The same, and at most one edit (a clip) has changed it since: one that was zeroed and made anew by others has changed twice."""
         left = self._left.get(id(p))
         return left is not None and self.holds(p) and p.grad is not None and left.gradient() is p.grad and p.grad._version <= left.version + 1
 
-    def is_unscaled(self, p: Tensor) -> bool:
-        """Whether the gradient of this parameter was unscaled since the last backward pass."""
-        left = self._left.get(id(p))
-        return left is not None and left.used and p.grad is not None and left.gradient() is p.grad
-
     def mixed(self, owners: Iterable[Tensor]) -> list[Tensor]:
         """Parameters whose used gradient was not cleared before a backward pass added to it."""
         return [p for p in owners if (left := self._left.get(id(p))) is not None and left.mixed and self.holds(p)]
 
     def edited(self, owners: Iterable[Tensor]) -> list[Tensor]:
-        """Parameters whose gradient is not as a backward pass left it, all-zero ones excepted (they were cleared)."""
+        """Parameters whose scaled gradient is not as a backward pass left it, all-zero ones excepted (they were cleared)."""
         found = []
         for p in owners:
             left = self._left.get(id(p))
             if left is None or left.used or left.parameter() is not p or p.grad is None:
                 continue
-            if (left.gradient() is not p.grad or left.version != p.grad._version) and bool(stored(p.grad).any()):
+            if left.edited or ((left.gradient() is not p.grad or left.version != p.grad._version) and bool(stored(p.grad).any())):
                 found.append(p)
         return found
 
-    def use(self, owners: Iterable[Tensor]) -> None:
-        """The gradients of these parameters were unscaled or stepped with, and are as they should be now."""
+    def use(self, owners: Iterable[Tensor], unscaled: bool = True) -> None:
+        """The gradients of these parameters are as they should be now; `unscaled`: and no longer multiplied by the loss scale."""
+        for p in owners:
+            if p.grad is None:
+                continue
+            left = self._left.get(id(p))
+            if left is None or not left.is_of(p):
+                left = self._left[id(p)] = _Left(ref(p), ref(p.grad), p.grad._version)
+            left.version, left.used = p.grad._version, left.used or unscaled
+
+    def spend(self, owners: Iterable[Tensor]) -> None:
+        """A step was taken with these gradients, or refused; what comes next are new losses."""
+        self.use(owners, unscaled=False)
         for p in owners:
             if p.grad is not None:
-                self._left[id(p)] = _Left(ref(p), ref(p.grad), p.grad._version, used=True)
+                self._left[id(p)].spent = True

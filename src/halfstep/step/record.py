@@ -28,7 +28,7 @@ class Record:
     losses: int = 0  # how many had been scaled when the verdict was reached
     spent: Marks = ()  # gradients a step was taken with that nobody has cleared or added to
     loss: Tensor | None = None  # sum of the losses that gave this optimizer its gradients
-    loss_spent: bool = False  # that sum belongs to a step that was taken
+    spent_to: int = 0  # the number of the last loss before its last step
     bad_steps: int = 0  # in a row
     applied: int = 0  # steps that moved the weights
     pending: Pending | None = None  # a step whose verdict has not been read
@@ -48,9 +48,3 @@ class Record:
     def judged(self, gradients: list[Tensor]) -> bool:
         """Whether the verdict is on just these gradients, unchanged since."""
         return unchanged(self.marks, gradients)
-
-    def add_loss(self, seen: Tensor, fresh: bool) -> None:
-        """A backward pass has given this optimizer gradients."""
-        again = fresh or self.loss is None or self.loss_spent
-        self.loss = seen if again or self.loss is None else self.loss + seen.to(self.loss.device)
-        self.loss_spent = False

@@ -11,11 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from halfstep import numerics
 from halfstep.step import checks
 from halfstep.step.backward import BackwardWatch
 from halfstep.step.buffers import BufferGuard
-from halfstep.step.marks import Ledger, Sign, gradients, parameters, unchanged
+from halfstep.step.marks import Ledger, Sign, parameters
 from halfstep.step.record import Record
 from halfstep.step.replay import Replay
 from halfstep.step.scaling import Scaling
@@ -49,7 +48,7 @@ class StepState:
     losses: int = 0  # scaled so far
     loss: Tensor | None = None  # sum of the losses since a step was taken, for optimizers that were not known by then
     loss_spent: bool = False  # that sum belongs to a step that was taken
-    parts: list[tuple[set[int], Tensor]] = field(default_factory=list)  # losses of these, with the parameters that no known optimizer has
+    passes: int = 1  # backward passes so far
     hopeless: bool = False  # probes have found the gradients at hand bad at every scale
     noticed: int = 0  # backward passes since a step was taken
     scale_was_read: bool = False  # the user has asked for the scale at hand
@@ -77,13 +76,8 @@ class StepState:
         known = self.records.get(owner)
         if known is None:
             known = self.records[owner] = Record(bad_steps=self.bad_before)
-            held = parameters(owner)
             if self.scaling.active:
-                checks.refuse_narrow(held, self.called)
-            own = {id(p) for p in held}
-            for reached, loss in self.parts:
-                if reached & own:
-                    known.add_loss(loss, fresh=False)
+                checks.refuse_narrow(parameters(owner), self.called)
         return known
 
     def owners(self, chosen: dict[int, Tensor]) -> list[Any]:
@@ -103,22 +97,17 @@ class StepState:
         """What the gradients at hand are multiplied by until they are unscaled."""
         return self.made_under if self.scaling.active and self.made_under is not None else 1.0
 
-    def loss_of(self, record: Record) -> Tensor | None:
+    def loss_of(self, owner: Any) -> Tensor | None:
         """The sum of the losses that gave an optimizer its gradients; of all losses when no backward pass was noticed."""
-        if record.loss is not None and not record.loss_spent:
-            return record.loss
-        return None if self.noticed else self.loss
+        return self.ledger.loss(parameters(owner), self.record(owner).spent_to) if self.noticed else self.loss
 
     def in_flight(self) -> bool:
-        """Whether there are gradients that no optimizer has stepped with: they keep their scale. Before any is known, a loss is a sign of them."""
-        if not self.records:
-            return self.loss is not None and not self.loss_spent
-        return any(self.waits(owner, record) for owner, record in self.records.items())
+        """Whether there are gradients that no optimizer has stepped with: they keep their scale."""
+        return any(self.ledger.waits(p) for p in self.everybody())
 
-    def waits(self, owner: Any, record: Record) -> bool:
-        """Whether an optimizer holds gradients that it has not stepped with."""
-        held = gradients(owner)
-        return bool(held) and not record.stepped and not unchanged(record.spent, held) and any(bool(numerics.stored(g).any()) for g in held)
+    def waits(self, owner: Any) -> bool:
+        """Whether an optimizer holds gradients that no step was taken with."""
+        return any(self.ledger.waits(p) for p in parameters(owner))
 
     def sign_penalty(self) -> Tensor:
         """What is put on gradients of a scaled loss that have a graph themselves."""

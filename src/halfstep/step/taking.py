@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from halfstep.errors import DivergedError, StepRefusedError
 from halfstep.step import checks
 from halfstep.step.closures import step_with_closure
-from halfstep.step.deferred import Pending, Reading, step_on_device
-from halfstep.step.judging import defers, make_unscaled, measure
+from halfstep.step.deferred import Pending, Reading, divides_itself, step_on_device
+from halfstep.step.judging import defers, make_unscaled, measure, unscale
 from halfstep.step.marks import gradients, marks, parameters, unchanged
 from halfstep.step.record import Record
 from halfstep.step.result import DeferredResult, Reason, StepResult
@@ -30,19 +30,25 @@ def take(state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | No
         verdict = step_with_closure(state, optimizer, closure)
     else:
         _adopt(state, optimizer, record)
-        if not record.unscaled and defers(state, optimizer):
+        checks.refuse_settings(optimizer)
+        fused = not record.unscaled and divides_itself(optimizer)
+        if fused and defers(state, optimizer):
             record.evidence = measure(state, optimizer)
             return _take_on_device(state, optimizer, record, state.scale_at_hand)
-        verdict = make_unscaled(state, optimizer)
+        fused = fused and state.scale_at_hand != 1.0
+        verdict = unscale(state, optimizer, divide=False) if fused else make_unscaled(state, optimizer)
         if verdict is None and record.evidence is not None:
             return _take_on_device(state, optimizer, record, 1.0)
         if verdict is not None and verdict.fit:
-            checks.refuse_settings(optimizer)
             with state.taking_a_step():
-                optimizer.step()
+                if fused:
+                    step_on_device(optimizer, torch.zeros((), device=gradients(optimizer)[0].device), state.scale_at_hand)
+                else:
+                    optimizer.step()
     if verdict is None:
         return no_gradients(state, optimizer)
     record.verdict = verdict
+    record.loss = state.loss_of(optimizer)
     result = _result(state, verdict, record, state.scale_at_hand, heard=record.heard)
     _spend(state, optimizer, record)
     _window_ends(state, verdict.fit)
@@ -59,14 +65,14 @@ def no_gradients(state: StepState, optimizer: Optimizer) -> StepResult:
 
 def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scale: float) -> StepResult:
     """Let the device decide. The result is found out when somebody asks, and at the next loss at the latest."""
-    checks.refuse_settings(optimizer)
     evidence = record.evidence
     assert evidence is not None
     bad, reading, names = evidence.bad, Reading(evidence.values), state.names_of(optimizer)
     with state.taking_a_step():
         step_on_device(optimizer, bad, scale)
+    state.ledger.use(parameters(optimizer))
     signs = Reading(torch.stack(record.signs).any().float().reshape(1)) if record.signs else None
-    told = Record(clipped=record.clipped, loss=state.loss_of(record))
+    told = Record(clipped=record.clipped, loss=state.loss_of(optimizer))
     made_under, hopeless = state.scale_at_hand, state.hopeless
 
     def find() -> StepResult:
@@ -101,24 +107,21 @@ def _adopt(state: StepState, optimizer: Optimizer, record: Record) -> None:
     for loose in state.loose:
         known = state.record(loose)
         if known.unscaled and not record.unscaled and loose.covers(held):
-            record.verdict, record.evidence, record.loss = known.verdict, known.evidence, known.loss
+            record.verdict, record.evidence = known.verdict, known.evidence
             record.clipped, record.losses, record.replays, record.signs = known.clipped, known.losses, known.replays, known.signs
             record.marks = marks(gradients(optimizer)) if unchanged(known.marks, gradients(loose)) else ()
-    for loose in state.loose:
-        del state.records[loose]
-    state.loose.clear()
 
 
 def _spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
     """The gradients at hand, and the losses they came from, are used up."""
     state.loss_spent = True
-    state.ledger.use(parameters(optimizer))
+    record.spent_to = state.passes - 1
+    state.ledger.spend(parameters(optimizer))
     record.spent = marks(gradients(optimizer))
-    if not any(state.waits(owner, other) for owner, other in state.records.items() if other is not record):
+    if not any(state.waits(other) for other in state.records if other is not optimizer):
         state.replay.clear()
     if not state.scaling.active:
         record.forget()
-        record.loss_spent = True
         return
     record.stepped, record.awaits_update = True, True
     if not record.heard and record.verdict is not None:
@@ -130,7 +133,7 @@ def _window_ends(state: StepState, fit: bool | Tensor) -> None:
     """Buffers follow the first optimizer of their forward passes that is applied; without one they are put back. A tensor is 1 for a bad step."""
     if isinstance(fit, Tensor):
         state.window.append(fit)
-        if not any(state.waits(owner, record) for owner, record in state.records.items()):
+        if not any(state.waits(owner) for owner in state.records):
             close_window(state)
     elif fit:
         if False in state.window:
@@ -164,7 +167,7 @@ def _result(state: StepState, verdict: Verdict, record: Record, scale: float, he
         replays=record.replays,
         culprits=verdict.culprits,
         detail="bad at the lowest loss scale too, so the scale is not to blame" if verdict.persists else "",
-        loss_tensor=state.loss_of(record),
+        loss_tensor=record.loss,
     )
 
 

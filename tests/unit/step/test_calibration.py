@@ -144,7 +144,7 @@ def test_dropout_and_checkpoints_are_as_without_probing(reentrant: bool | None, 
         return model, [AdamW(model.parameters())], loss
 
     with warnings.catch_warnings():
-        if reentrant and not watch:
+        if reentrant is not None and not watch:
             warnings.filterwarnings("ignore", message="the loss scale could not be calibrated")
             start = min(start, 1.0)  # it is said that this one cannot be calibrated, so it may only not be wrong
         equal_to_torch(build, watch, init_scale=start)

@@ -53,9 +53,17 @@ class Maker:
     """Something that makes gradients."""
 
 
+def note(ledger: Ledger, owners: list[nn.Parameter], maker: Maker) -> None:
+    """As a backward pass does that has reached these parameters."""
+    ledger.look(owners)
+    for p in owners:
+        ledger.heard(p)
+    ledger.note(Sign(maker), 1, None)
+
+
 def noted(*values: float) -> tuple[Ledger, list[nn.Parameter], Maker]:
     ledger, owners, maker = Ledger(), [parameter(v) for v in values], Maker()
-    ledger.note(owners, Sign(maker))
+    note(ledger, owners, maker)
     return ledger, owners, maker
 
 
@@ -132,7 +140,7 @@ def test_odd_gradients_are_noted_too(kind: str) -> None:
     loss = nn.functional.embedding(torch.tensor([1]), p, sparse=True).sum() if kind == "sparse" else (p * p.conj()).real.sum()
     loss.backward()
     ledger, maker = Ledger(), Maker()
-    ledger.note([p], Sign(maker))
+    note(ledger, [p], maker)
     assert maker_of(p.grad) is maker
     assert ledger.holds(p)
     assert ledger.edited([p]) == []
