@@ -13,6 +13,7 @@ BUILTINS = {
     "PolicyError": ConfigError,
     "DataError": ValueError,
     "StepOrderError": RuntimeError,
+    "StepRefusedError": RuntimeError,
     "DivergedError": RuntimeError,
     "CheckpointError": RuntimeError,
     "MissingExtraError": ImportError,

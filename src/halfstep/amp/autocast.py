@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -85,7 +86,13 @@ class autocast:  # noqa: N801  the name of torch's
         switched.__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate `function`: each of its calls runs inside a block of its own."""
+        """Decorate `function`: each of its calls runs inside a block of its own. Raises ConfigError for generators and async functions."""
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            kind = "generator" if inspect.isgeneratorfunction(function) else "async function"
+            raise ConfigError(
+                f"autocast decorates the {kind} {function.__qualname__}, whose body runs after the block has ended",
+                "Open the block in its body: with halfstep.amp.autocast(...).",
+            )
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -16,32 +16,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
 from halfstep.amp.mode import OpMode, Route, Tables, current, without_autocast
 from halfstep.amp.ops import forms
 
 
-@torch.library.custom_op("halfstep::narrow", mutates_args=())
-def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)` as one op that a compiler does not look into."""
-    return x.to(dtype, copy=True)
-
-
-@_narrow.register_fake
-def _narrow_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
-
-
 def _narrow_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-def _narrow_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad.to(ctx.dtype), None
-
-
-_narrow.register_autograd(_narrow_backward, setup_context=_narrow_context)
+# `x.to(dtype)` as one op that a compiler does not look into
+_LIBRARY = torch.library.Library("halfstep", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("narrow(Tensor x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("narrow", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("narrow", lambda x, dtype: torch.empty_like(x, dtype=dtype), "Meta")  # type: ignore[no-untyped-call]
+torch.library.register_autograd("halfstep::narrow", lambda ctx, grad: (grad.to(ctx.dtype), None), setup_context=_narrow_context, lib=_LIBRARY)
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,7 +41,9 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     torch.compile's inductor drops a rounding whose result is used in fp32 in the same kernel, which is what emulation consists of; it keeps ops that
     it does not know.
     """
-    return _narrow(x, dtype) if torch.compiler.is_compiling() and x.dtype != dtype else x.to(dtype)
+    if torch.compiler.is_compiling() and x.dtype != dtype:
+        return torch.ops.halfstep.narrow(x, dtype)  # type: ignore[no-any-return]
+    return x.to(dtype)
 
 
 def _exactly(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +117,14 @@ def _fit(grad: Tensor, like: Tensor) -> Tensor:
 
 def _eligible(*tensors: Any) -> bool:
     """What autocast casts: floating CPU tensors that are not fp64. With anything else the original function runs."""
-    return all(isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 and t.device.type == "cpu" for t in tensors)
+    return all(
+        isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 and t.device.type == "cpu" and not t.is_nested for t in tensors
+    )
+
+
+def _forward_mode() -> bool:
+    """Whether derivatives are taken in forward mode (torch.func.jvp, dual tensors), which the Functions here do not give: `rounded` does."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def _product(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
@@ -144,17 +144,19 @@ def _matmul(dtype: torch.dtype, func: Route, /, *args: Any, **kwargs: Any) -> An
     operands = [*args, *named]
     if len(operands) != 2 or len(named) != len(kwargs) or not _eligible(*operands):
         return func(*args, **kwargs)
-    return _product(dtype, *operands)
+    return rounded(dtype, func, *args, **kwargs) if _forward_mode() else _product(dtype, *operands)
 
 
 def _rmatmul(dtype: torch.dtype, func: Route, /, right: Any, left: Any) -> Any:
-    return _product(dtype, left, right) if _eligible(left, right) else func(right, left)
+    if not _eligible(left, right):
+        return func(right, left)
+    return rounded(dtype, func, right, left) if _forward_mode() else _product(dtype, left, right)
 
 
 def _linear(dtype: torch.dtype, func: Route, /, input: Any, weight: Any, bias: Any = None) -> Any:
     if not _eligible(input, weight, *([] if bias is None else [bias])):
         return func(input, weight, bias)
-    if weight.dim() != 2:
+    if weight.dim() != 2 or _forward_mode():
         return rounded(dtype, func, input, weight, bias)
     x, w = narrow(input, dtype), narrow(weight, dtype).mT
     if bias is None:

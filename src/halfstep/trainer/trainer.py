@@ -93,8 +93,7 @@ class Trainer:
         self._interrupt = Interrupt()
         self._loss_sum, self._loss_count = torch.zeros((), dtype=torch.float64), 0  # of the steps since the last record
         self._loader: Any = None  # of the training data
-        self._epoch_start = EpochStart()
-        self._saved_at: int | None = None  # the step of the last checkpoint
+        self._epoch_start, self._saved_at = EpochStart(), -1  # where the epoch began; the step of the last checkpoint
         self.settings = self.args.to_dict()  # what config.yaml gets
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
