@@ -23,7 +23,7 @@ check:
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sizes.py
 	$(BIN)/python tools/tables.py --check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 nightly: $(VENV)/.test
 	$(MAKE) --no-print-directory check

@@ -29,6 +29,11 @@ class Start:
         self.hopeless = False  # gradients of the step at hand are bad at every scale
         self._going_on = False  # the step at hand is one that calibrates: each of its losses is probed
 
+    def _finite(self, loss: Tensor) -> bool:
+        """Whether the loss is finite, on all ranks: they probe together or not at all."""
+        bad = (~torch.isfinite(loss.detach())).any().float().reshape(1)
+        return not bool(self._agree(bad) if self._agree is not None else bad)
+
     def next_step(self) -> None:
         """A step was taken."""
         self._going_on = self.hopeless = False
@@ -51,7 +56,7 @@ class Start:
     def calibrate(self, scaling: Scaling, loss: Tensor, reached: Reached, known: Sequence[Tensor], buffers: BufferGuard) -> None:
         """Probe the graph of `loss` and set the scale. `known`: all parameters whose gradients may be put aside if torch.autograd.grad is refused."""
         leaves = reached.leaves
-        if not isinstance(scaling, FollowingScaling) or not leaves or not bool(torch.isfinite(loss.detach()).all()):
+        if not isinstance(scaling, FollowingScaling) or not leaves or not self._finite(loss):
             self._tries = max(0, self._tries - 1)
             return
         if reached.foreign:
