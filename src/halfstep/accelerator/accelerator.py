@@ -249,9 +249,11 @@ class Accelerator:
         self._held = False
         for model in self._models:
             refuse_changed(model, self._signatures[id(model)], self._optimizers)
-        with backward_context(self.policy, self.device):  # a closure or a replay runs backward passes here
-            self.last_step = self.scaler.step(optimizer, closure)
-        self.scaler.update()
+        try:
+            with backward_context(self.policy, self.device):  # a closure or a replay runs backward passes here
+                self.last_step = self.scaler.step(optimizer, closure)
+        finally:
+            self.scaler.update()
         return self.last_step
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:

@@ -40,4 +40,4 @@ def run(compute: Callable[[], object], step: Callable[[], StepResult], clear: Ca
         fall, replays = fall * fall, replays + 1
     if replays and not result:
         scaler.update(first)
-    return replace(result, replays=replays, next_scale=scaler.get_scale()) if replays else result
+    return replace(result.settled(), replays=replays, next_scale=scaler.get_scale()) if replays else result

@@ -156,9 +156,15 @@ class GradScaler:
             )
         return self._engine.update(value)
 
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients to `max_norm`, unscaling them first where that was not done. Returns the norm before clipping."""
-        return self._engine.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm, norm_type)
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip gradients to `max_norm`, unscaling them first where that was not done. Returns the norm before clipping.
+
+        error_if_nonfinite: raise RuntimeError, as torch does, instead of leaving bad gradients to `step`, which refuses them.
+        """
+        total = self._engine.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm, norm_type)
+        return _finite(total) if error_if_nonfinite else total
 
     def rescale_(self, factor: float) -> None:
         """Multiply the gradients of all optimizers seen so far by `factor`: for an accumulation window that ends early."""
@@ -350,7 +356,15 @@ def _round_down(scale: float) -> float:
     return 2.0 ** (math.frexp(scale)[1] - 1)
 
 
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def _finite(total: Tensor) -> Tensor:
+    if not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the norm of the gradients is {float(total)}, and error_if_nonfinite=True was asked for")
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` that cannot act on scaled gradients: those a GradScaler has made are unscaled first.
 
     Returns the norm of the unscaled gradients before clipping, a scalar tensor. Bad gradients are left as they are: the step
@@ -359,7 +373,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     makers = {id(m): m for p in chosen if p.grad is not None and isinstance(m := maker_of(p.grad), StepState)}
     if not makers:
-        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     if len(makers) > 1:
         raise ConfigError("these gradients were made by several GradScalers", "Clip the parameters of each by themselves.")
-    return clip(next(iter(makers.values())), chosen, max_norm, norm_type)
+    total = clip(next(iter(makers.values())), chosen, max_norm, norm_type)
+    return _finite(total) if error_if_nonfinite else total

@@ -11,30 +11,20 @@ from torch.autograd import Variable
 
 from halfstep.step.graph import Reached, walk
 
-WALKS, QUIET = 16, 3  # the first losses whose graphs are walked; fewer when so many in a row show nothing new
-
 
 class BackwardWatch:
     """Knows the parameters that losses reach, and calls `ended` after each backward pass of a loss it was shown."""
 
     def __init__(self) -> None:
         self._leaves: dict[int, ref[Tensor]] = {}
-        self._walks, self._quiet = 0, 0
 
-    def look(self, loss: Tensor) -> Reached | None:
-        """What the graph of `loss` reaches, for the first losses; None later. Parameters made afterwards are known by their optimizers."""
-        if self._walks >= WALKS or self._quiet >= QUIET:
-            return None
-        self._walks += 1
+    def look(self, loss: Tensor) -> Reached:
+        """What the graph of `loss` reaches. Every graph is walked: a parameter that joins late would have a gradient that nobody knows."""
         reached = walk(loss)
-        new = [p for p in reached.leaves if id(p) not in self._leaves or self._leaves[id(p)]() is not p]
-        self._leaves |= {id(p): ref(p) for p in new}
-        self._quiet = 0 if new else self._quiet + 1
+        new = {id(p): ref(p) for p in reached.leaves if id(p) not in self._leaves or self._leaves[id(p)]() is not p}
+        if new:
+            self._leaves = {i: r for i, r in self._leaves.items() if r() is not None} | new
         return reached
-
-    def reach(self, loss: Tensor) -> Reached:
-        """What the graph of `loss` reaches."""
-        return walk(loss)
 
     def leaves(self) -> list[Tensor]:
         """The parameters that were reached and are still there."""
@@ -53,6 +43,9 @@ def when_backward_ends(loss: Tensor, begins: Callable[[Tensor], bool], ended: Ca
 
     def comes(gradient: Tensor) -> None:
         if begins(gradient):
-            Variable._execution_engine.queue_callback(ended)  # torch's own wrappers (DDP, FSDP) use it too
+            engine = Variable._execution_engine
+            engine.queue_callback(
+                lambda: engine.queue_callback(ended)
+            )  # after those of others: DDP writes reduced gradients in one  # torch's own wrappers (DDP, FSDP) use it too
 
     loss.register_hook(comes)  # type: ignore[no-untyped-call]

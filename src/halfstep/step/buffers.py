@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +23,19 @@ class _Place(Protocol):
     """Where a buffer is found."""
 
     def get(self) -> Tensor | None:
-        """The buffer as it is now; None when it is gone."""
+        """The buffer as it is now; None when there is none."""
+
+    def gone(self) -> bool:
+        """Whether it will never come back."""
 
 
 @dataclass(frozen=True)
 class _OfModule:
     module: ref[nn.Module]
     name: str
+
+    def gone(self) -> bool:
+        return self.module() is None
 
     def get(self) -> Tensor | None:
         owner = self.module()
@@ -38,6 +45,9 @@ class _OfModule:
 @dataclass(frozen=True)
 class _Alone:
     tensor: ref[Tensor]
+
+    def gone(self) -> bool:
+        return self.tensor() is None
 
     def get(self) -> Tensor | None:
         return self.tensor()
@@ -96,6 +106,7 @@ class BufferGuard:
         self._guarded: list[_Guarded] = []
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._steps = 0
+        self._met: dict[int, ref[Tensor]] = {}  # statistics that were met in a graph since the last step
 
     def watch(self, module: nn.Module) -> None:
         """Guard the buffers of `module` and of all modules in it. Watching twice does no harm."""
@@ -120,11 +131,25 @@ class BufferGuard:
         return bool(self._modules)
 
     def found(self, statistics: tuple[Tensor, ...]) -> None:
-        """Guard running statistics that were met in the graph of a loss, of modules that nobody has shown."""
-        known = {id(item.place.get()) for item in self._guarded}
-        for tensor in statistics:
-            if id(tensor) not in known:
-                self._guarded.append(_Guarded(_Alone(ref(tensor)), tensor.detach().clone(), True))
+        """Note running statistics that were met in the graph of a loss; those of modules that nobody has shown are guarded from the next step on.
+
+        Some are not a module's own (instance norms repeat theirs): what does not outlive its graph is forgotten.
+        """
+        if statistics:
+            known = {id(item.place.get()) for item in self._guarded}
+            self._met.update((id(t), ref(t)) for t in statistics if id(t) not in known)
+
+    def _take_in(self) -> None:
+        met, self._met = self._met, {}
+        self._guarded = [item for item in self._guarded if not item.place.gone()]
+        for tensor in [t for r in met.values() if (t := r()) is not None]:
+            if not bool(torch.isfinite(tensor).all()):
+                warnings.warn(
+                    "the running statistics of a batch norm are not finite after the first loss, and what they were before is not known. "
+                    "Reset them (reset_running_stats), and call scaler.watch(model) before the first forward pass.",
+                    stacklevel=5,
+                )
+            self._guarded.append(_Guarded(_Alone(ref(tensor)), tensor.detach().clone(), True))
 
     def renew(self) -> None:
         """Take the buffers as they are now for good."""
@@ -193,15 +218,19 @@ class BufferGuard:
     def untouched(self) -> Iterator[None]:
         """Whatever happens to the buffers inside is undone: for a pass that is run to look at it."""
         before = [(item, tensor.detach().clone()) for item in self._guarded if item.copy is not None and (tensor := item.now()) is not None]
-        yield
-        with torch.no_grad():
-            for item, copy in before:
-                tensor = item.now()
-                if tensor is not None:
-                    tensor.data.copy_(copy)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for item, copy in before:
+                    tensor = item.now()
+                    if tensor is not None:
+                        tensor.data.copy_(copy)
 
     def _movers(self) -> list[_Guarded]:
         """The buffers that forward passes change. The first steps find out which."""
+        if self._met:
+            self._take_in()
         if self._steps <= TRIALS:
             self._notice()
         return [item for item in self._guarded if item.now() is not None and item.moves]

@@ -59,6 +59,8 @@ def prober(loss: Tensor, leaves: Sequence[Tensor], agree: Agree | None, backward
 def _gradients(scaled: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     try:
         found = torch.autograd.grad(scaled, leaves, retain_graph=True, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise CannotProbe(str(error)) from error
     return [g for g in found if g is not None]

@@ -73,9 +73,9 @@ def refuse_narrow(held: list[Tensor], name: Callable[[Tensor], str]) -> None:
             )
 
 
-def refuse_foreign(reached: Reached | None) -> None:
+def refuse_foreign(reached: Reached) -> None:
     """Custom autograd Functions whose backward pass may not run twice."""
-    if reached is not None and reached.foreign:
+    if reached.foreign:
         raise ConfigError(
             f"on_overflow='replay' runs backward passes twice, and {reached.foreign[0]}, a custom autograd Function, may overwrite what it saved",
             "Set repeatable = True on its class if its backward pass can run twice, or use on_overflow='skip'.",

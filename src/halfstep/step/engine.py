@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class StepEngine:
             raise ConfigError(f"a patience of {patience} steps", "Use 1 or more.")
         self.state = StepState(scaling, patience, on_overflow, agree, deferred)
         self._start = Start(agree)
+        self._task = -1  # the number that autograd gives to the backward pass at hand
         self._going_through: list[Tensor | None] = []  # losses that the backward pass at hand has come through
 
     @property
@@ -77,7 +79,7 @@ class StepEngine:
 
     def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Names to call parameters by when their gradients are bad, as `module.named_parameters()` gives them."""
-        self.state.names.update({id(p): name for name, p in named})
+        self.state.names.update({id(p): (ref(p), name) for name, p in named})
 
     def know(self, item: Optimizer | nn.Module) -> Record | None:
         """Make an optimizer known before its first step; of a module, guard the buffers and learn the names of the parameters."""
@@ -115,8 +117,7 @@ class StepEngine:
         self._begin()
         reached = state.watch.look(loss)
         state.ledger.look(state.everybody())
-        if reached is not None:
-            state.buffers.found(reached.statistics)
+        state.buffers.found(reached.statistics)
         self._choose_scale(loss, reached)
         state.ledger.begin()
         seen = loss.detach().float().reshape(()) if loss.numel() == 1 else None
@@ -129,17 +130,20 @@ class StepEngine:
         if state.scaling.active:
             guard.install()
             loss = times(loss, lambda: state.scale_at_hand, state.sign_penalty)
+        if getattr(loss, "watched_by", None) is state.sign:
+            return loss  # with scaling off it is the user's own tensor, and this its second time
+        loss.watched_by = state.sign  # type: ignore[attr-defined]
         when_backward_ends(loss, lambda grad: self._backward_begins(seen, grad), self._backward_ended)
         return loss
 
-    def _choose_scale(self, loss: Tensor, reached: Reached | None) -> None:
+    def _choose_scale(self, loss: Tensor, reached: Reached) -> None:
         """The scale of this loss: that of the gradients at hand, if there are any, unless the step calibrates and it must be lower."""
         state = self.state
         under_way = state.made_under is not None and state.in_flight()
         if not under_way:
             state.scaling.begin()
         if self._start.wants(state.scaling, reached) and not any(r.unscaled for r in state.records.values()):
-            self._start.calibrate(state.scaling, loss, state.watch.reach(loss), state.owned(), state.buffers)
+            self._start.calibrate(state.scaling, loss, reached, state.owned(), state.buffers)
             state.hopeless = self._start.hopeless
             if under_way and state.made_under is not None and state.scaling.scale < state.made_under:
                 held = [p.grad for p in state.everybody() if p.grad is not None and state.ledger.holds(p)]
@@ -178,6 +182,9 @@ class StepEngine:
 
     def _backward_begins(self, seen: Tensor | None, gradient: Tensor) -> bool:
         """A backward pass comes through a loss, with `gradient` (1, or what the user has divided it by). Whether it is the first of this pass."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # an earlier pass may have ended with an error
+            self._task, self._going_through = task, []
         self._going_through.append(seen * gradient.detach() if seen is not None and gradient.numel() == 1 else None)
         return len(self._going_through) == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,9 +13,10 @@ from halfstep.errors import StepOrderError
 from halfstep.step.marks import maker_of, parameters
 
 
-@runtime_checkable
 class Maker(Protocol):
     """What has scaled a loss, and knows whether its gradients are still scaled."""
+
+    stepping: bool
 
     def still_scales(self, parameter: Tensor) -> bool:
         """Whether the gradient of this parameter is multiplied by the loss scale, and no step of this maker's is being taken."""
@@ -38,8 +39,12 @@ def _refuse_scaled(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for p in parameters(optimizer):
         if p.grad is None:
             continue
-        maker = maker_of(p.grad)
-        if isinstance(maker, Maker) and maker.still_scales(p):
+        maker: Maker | None = maker_of(p.grad)
+        if maker is None:
+            continue
+        if maker.stepping:
+            return
+        if maker.still_scales(p):
             raise StepOrderError(
                 f"optimizer.step() was called while the gradient of {maker.called(p)} is still multiplied by the loss scale",
                 "Call scaler.step(optimizer) instead, or with an accelerator step() of the optimizer that prepare() returned; "

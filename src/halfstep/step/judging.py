@@ -33,7 +33,7 @@ def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None
     divide: False leaves that to the optimizer, whose step must follow at once.
     """
     record = state.record(owner)
-    evidence = measure(state, owner)
+    evidence, record.loss = measure(state, owner), state.loss_of(owner)
     if defers(state, owner):
         record.evidence, record.verdict = evidence, None
     else:
@@ -68,8 +68,8 @@ def defers(state: StepState, owner: Any) -> bool:
 
 def _decided(state: StepState, owner: Any, record: Record, evidence: Evidence) -> Verdict:
     """The verdict, after backward passes at lower scales if that was asked for and can help."""
-    names = state.names_of(owner)
-    verdict = decide(evidence, evidence.values.tolist(), names.__getitem__, gradients(owner))
+    name = state.namer(owner)
+    verdict = decide(evidence, evidence.values.tolist(), name, gradients(owner))
     fall = 2.0
     while not verdict.fit and verdict.blames_scale and _can_replay(state, owner):
         lower = max(state.scaling.floor, state.scale_at_hand / fall)
@@ -81,7 +81,7 @@ def _decided(state: StepState, owner: Any, record: Record, evidence: Evidence) -
         state.ledger.again()
         record.replays += 1
         evidence = measure(state, owner)
-        verdict = decide(evidence, evidence.values.tolist(), names.__getitem__, gradients(owner))
+        verdict = decide(evidence, evidence.values.tolist(), name, gradients(owner))
     if state.hopeless and not verdict.fit:
         verdict = verdict.not_the_scale()
     if record.replays and verdict.fit:
@@ -122,7 +122,7 @@ def _judged_again(state: StepState, owner: Any, record: Record, held: list[Tenso
         record.evidence = Evidence(values, record.evidence.norms, record.evidence.scale, record.evidence.sensed, True)
         return None
     assert verdict is not None
-    new = decide(now, now.values.tolist(), state.names_of(owner).__getitem__, held)
+    new = decide(now, now.values.tolist(), state.namer(owner), held)
     record.clipped = record.clipped or new.norm < verdict.norm
     record.verdict = Verdict(new.fit, verdict.norm if new.fit else new.norm, new.loss_finite, new.culprits, verdict.peak, verdict.share)
     return record.verdict

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 from torch import Tensor
 
@@ -90,12 +90,19 @@ class _Heard:
         return _Heard, ()
 
 
+def _take_away(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 class Ledger:
     """How the last backward pass left each gradient, by parameter, from which losses, and what was done with it since."""
 
     def __init__(self) -> None:
         self._left: dict[int, _Left] = {}
         self._armed: dict[int, ref[Tensor]] = {}
+        self._hooks: list[Any] = []  # their handles; taken away with the ledger
+        finalize(self, _take_away, self._hooks)
         self._sums: dict[int, tuple[ref[Tensor], int]] = {}  # accumulations since the last loss was scaled
         self._losses: dict[int, Tensor] = {}
 
@@ -114,7 +121,7 @@ class Ledger:
         for p in owners:
             armed = self._armed.get(id(p))
             if (armed is None or armed() is not p) and p.requires_grad and p.is_leaf:
-                p.register_post_accumulate_grad_hook(_Heard(self))  # type: ignore[no-untyped-call]
+                self._hooks.append(p.register_post_accumulate_grad_hook(_Heard(self)))  # type: ignore[no-untyped-call]
                 self._armed[id(p)] = ref(p)
             left, g = self._left.get(id(p)), p.grad
             if left is None or (left.is_of(p) and g is not None and left.version == g._version):
@@ -130,6 +137,8 @@ class Ledger:
             else:
                 left.edited = not left.used
                 left.gradient, left.version = ref(g), g._version
+        if len(self._armed) > 2 * len(self._left) + 256:
+            self._armed = {i: r for i, r in self._armed.items() if r() is not None}
         alive = frozenset[int]().union(*(left.losses for left in self._left.values()))
         self._losses = {n: loss for n, loss in self._losses.items() if n in alive}
 

@@ -57,10 +57,18 @@ class StepResult:
     def __bool__(self) -> bool:
         return self.applied
 
+    def settled(self) -> StepResult:
+        """This record, once it is known."""
+        return self
+
     @property
     def loss(self) -> float | None:
         """The loss of this step as a number, NaN and inf included; None when no loss was seen."""
         return None if self.loss_tensor is None else float(self.loss_tensor)
+
+
+def _itself(result: StepResult) -> StepResult:
+    return result
 
 
 FIELDS = frozenset(f.name for f in fields(StepResult))
@@ -86,7 +94,10 @@ class DeferredResult(StepResult):
     def __hash__(self) -> int:
         return hash(self.settled())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.settled(),)
+
     def settled(self) -> StepResult:
-        """The plain record."""
+        """The plain record; waits for the verdict."""
         result: StepResult = object.__getattribute__(self, "_settle")()
         return result

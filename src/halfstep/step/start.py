@@ -38,7 +38,7 @@ class Start:
         """A step was taken."""
         self._going_on = self.hopeless = False
 
-    def wants(self, scaling: Scaling, reached: Reached | None) -> bool:
+    def wants(self, scaling: Scaling, reached: Reached) -> bool:
         """Whether `calibrate` should be called for this loss."""
         if self._going_on:
             return True
@@ -47,8 +47,8 @@ class Start:
             return (self._tries <= HOPELESS or self._tries % THEN_EVERY == 0) and (self._silent <= SILENT or self._silent % THEN_EVERY == 0)
         return self._is_new(scaling, reached)
 
-    def _is_new(self, scaling: Scaling, reached: Reached | None) -> bool:
-        if not isinstance(scaling, FollowingScaling) or not self._covered or reached is None:
+    def _is_new(self, scaling: Scaling, reached: Reached) -> bool:
+        if not isinstance(scaling, FollowingScaling) or not self._covered:
             return False
         known = (p for p in reached.leaves if isinstance(p, nn.Parameter))  # other leaves, inputs for example, are new in each batch
         return any((seen := self._covered.get(id(p))) is None or seen() is not p for p in known)
@@ -103,6 +103,8 @@ def _putting_aside(known: Sequence[Tensor]) -> Callable[[Tensor], Sequence[Tenso
         try:
             torch.autograd.backward(scaled, retain_graph=True)
             return [p.grad for p in known if p.grad is not None]
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CannotProbe(str(error)) from error
         finally:

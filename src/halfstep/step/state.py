@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class StepState:
     replay: Replay = field(default_factory=Replay)
     records: WeakKeyDictionary[Any, Record] = field(default_factory=WeakKeyDictionary)
     loose: list[Loose] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
+    names: dict[int, tuple[ref[Tensor], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sign = Sign(self)
@@ -139,8 +139,9 @@ class StepState:
 
     def called(self, parameter: Tensor) -> str:
         """The name of a parameter, or where it stands in its optimizer."""
-        if id(parameter) in self.names:
-            return self.names[id(parameter)]
+        named = self.names.get(id(parameter))
+        if named is not None and named[0]() is parameter:
+            return named[1]
         for owner in self.records:
             for g, group in enumerate(owner.param_groups):
                 for i, p in enumerate(group["params"]):
@@ -149,6 +150,7 @@ class StepState:
                         return str(given[i]) if given else f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}"
         return f"a parameter of shape {tuple(parameter.shape)}"
 
-    def names_of(self, owner: Any) -> list[str]:
-        """The names of the parameters that have gradients, in their order."""
-        return [self.called(p) for p in parameters(owner) if p.grad is not None]
+    def namer(self, owner: Any) -> Callable[[int], str]:
+        """A function that gives the name of the i-th parameter among those that have a gradient now."""
+        held = [p for p in parameters(owner) if p.grad is not None]
+        return lambda i: self.called(held[i])

@@ -48,7 +48,8 @@ def take(state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | No
     if verdict is None:
         return no_gradients(state, optimizer)
     record.verdict = verdict
-    record.loss = state.loss_of(optimizer)
+    loss = state.loss_of(optimizer)
+    record.loss = record.loss if loss is None else loss  # some optimizers clear gradients in their step
     result = _result(state, verdict, record, state.scale_at_hand, heard=record.heard)
     _spend(state, optimizer, record)
     _window_ends(state, verdict.fit)
@@ -67,7 +68,7 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     """Let the device decide. The result is found out when somebody asks, and at the next loss at the latest."""
     evidence = record.evidence
     assert evidence is not None
-    bad, reading, names = evidence.bad, Reading(evidence.values), state.names_of(optimizer)
+    bad, reading, name = evidence.bad, Reading(evidence.values), state.namer(optimizer)
     with state.taking_a_step():
         step_on_device(optimizer, bad, scale)
     state.ledger.use(parameters(optimizer))
@@ -76,7 +77,7 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     made_under, hopeless = state.scale_at_hand, state.hopeless
 
     def find() -> StepResult:
-        verdict = decide(evidence, reading.numbers(), names.__getitem__)
+        verdict = decide(evidence, reading.numbers(), name)
         if hopeless and not verdict.fit:
             verdict = verdict.not_the_scale()
         told.clipped = told.clipped or (signs is not None and verdict.fit and bool(signs.numbers()[0]))
@@ -181,6 +182,14 @@ def heard_together(verdicts: list[Verdict], scale: float) -> tuple[bool, Seen | 
 
 def _counted(state: StepState, record: Record, result: StepResult) -> StepResult:
     """Count a step, run what follows applied ones, and refuse to go on after too many bad ones."""
+    try:
+        return _count(state, record, result)
+    except BaseException:
+        record.awaits_update = False  # who catches it may go on with the next batch
+        raise
+
+
+def _count(state: StepState, record: Record, result: StepResult) -> StepResult:
     if result.applied:
         record.bad_steps = 0
         record.applied += 1
