@@ -53,6 +53,7 @@ class StepEngine:
             raise ConfigError(f"a patience of {patience} steps", "Use 1 or more.")
         self.state = StepState(scaling, patience, on_overflow, agree, deferred)
         self._start = Start(agree)
+        self._update_due = False  # update() was called while a verdict was on its way
         self._task = -1  # the number that autograd gives to the backward pass at hand
         self._going_through: list[Tensor | None] = []  # losses that the backward pass at hand has come through
 
@@ -103,8 +104,6 @@ class StepEngine:
         due, self._update_due = self._update_due, False
         if due:
             self.update()
-
-    _update_due = False  # update() was called while a verdict was on its way
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, in fp32 at least; the same tensor when there is no scaling."""
