@@ -160,12 +160,12 @@ def check_twice(door: str, optimizer: str, window: int, spikes: tuple[int, ...],
     """A run with replays, and the run told its scales: all the same bits."""
     data = rows(spikes)
     replayed = Run(data, optimizer, window, "replay", None).by(door, steps, folder)
-    assert [r.reason for r in replayed.results] == ["applied"] * steps
+    assert all(r.applied or (r.reason, r.scale) == ("overflow", 1.0) for r in replayed.results), "or no scale is low enough"
     told = Run(data, optimizer, window, "skip", [r.scale for r in replayed.results]).by(door, steps, folder)
-    assert [(r.reason, r.replays) for r in told.results] == [("applied", 0)] * steps
+    assert [(r.reason, r.replays) for r in told.results] == [(r.reason, 0) for r in replayed.results]
     assert [r.scale for r in told.results] == [r.scale for r in replayed.results]
     for name in ("grad_norm", "loss", "clipped"):
-        assert [getattr(r, name) for r in told.results] == [getattr(r, name) for r in replayed.results], name
+        assert [repr(getattr(r, name)) for r in told.results] == [repr(getattr(r, name)) for r in replayed.results], name  # NaN is NaN
     for name in ("weights_and_buffers", "states", "randomness", "losses"):
         assert same(getattr(told, name), getattr(replayed, name)), name
     return replayed

@@ -29,7 +29,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     owners = state.owners(known)
     owned = {id(p) for owner in owners for p in parameters(owner)}
     strangers = [p for i, p in known.items() if i not in owned and p.grad is not None]
-    if strangers and state.scaling.active:
+    if strangers:
         state.loose.append(Loose(strangers))
         owners.append(state.loose[-1])
     for owner in owners:
