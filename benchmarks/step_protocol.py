@@ -175,6 +175,8 @@ def passes(batch: int, length: int, times: int) -> dict[str, float]:
         "copy_of_as_many_bytes_ms": copy,
         "norm_ms": timed(lambda: float(numerics.norm(gradients, device)), times),
         "largest_ms": timed(lambda: float(numerics.largest(gradients, device)), times),
+        "largest_by_abs_amax_ms": timed(lambda: [float(g.abs().amax()) for g in gradients], times),
+        "largest_by_foreach_norm_ms": timed(lambda: [float(n) for n in torch._foreach_norm(gradients, float("inf"))], times),
         "multiply_ms": timed(lambda: numerics.multiply_(gradients, 0.5) or numerics.multiply_(gradients, 2.0), times) / 2,
         "fused_adamw_ms": timed(loop.optimizer.step, times),
     }

@@ -185,3 +185,54 @@ def test_clipping_can_raise_for_bad_gradients_as_torchs_does() -> None:
         with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
             clip(net.parameters(), 1.0, error_if_nonfinite=True)
     assert not scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_fused_step_that_fails_can_be_taken_again(deferred: bool) -> None:
+    """The gradients it did not come to divide are still known to be scaled."""
+    net, twin = nn.Linear(4, 1), nn.Linear(4, 1)
+    twin.load_state_dict(net.state_dict())
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in (net, twin))
+    scaler = GradScaler(init_scale=1024.0, strategy="stock", deferred=deferred)
+    for i in range(3):
+        x = torch.randn(8, 4)
+        twin(x).square().mean().backward()
+        other.step()
+        other.zero_grad()
+        scaler.scale(net(x).square().mean()).backward()
+        if i == 1:
+            optimizer.param_groups[0]["lr"] = "fast"
+            with pytest.raises(TypeError):
+                scaler.step(optimizer)
+            optimizer.param_groups[0]["lr"] = 0.1
+        assert scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+def test_clipping_everything_after_a_refused_step_clips_what_the_others_will_use() -> None:
+    (first, one), (second, two) = model_and_optimizer(), model_and_optimizer()
+    scaler = GradScaler(strategy="stock", init_scale=1024.0)
+    scaler.watch(one)
+    scaler.watch(two)
+    scaler.scale((first(torch.randn(8, 4)) * float("inf")).mean()).backward()
+    scaler.scale((second(torch.randn(8, 4)) * 1000).mean()).backward()
+    assert not scaler.step(one)
+    total = scaler.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
+    assert not float(total) < 1e18, "a bad gradient is among them"
+    result = scaler.step(two)
+    assert result.clipped
+    assert float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in second.parameters()]))) == pytest.approx(0.5, rel=1e-4)  # type: ignore[union-attr]
+
+
+def test_unscaling_after_the_gradients_were_cleared_does_nothing() -> None:
+    net, optimizer = model_and_optimizer()
+    scaler = GradScaler()
+    for _ in range(3):
+        scaler.scale(net(torch.randn(8, 4)).mean()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.zero_grad()
+        scaler.unscale_(optimizer)
+        assert scaler.step(optimizer).reason == "no-gradients"
+        scaler.update()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -26,21 +27,21 @@ class Signature:
 
     def __init__(self, model: nn.Module) -> None:
         self.parts = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
-        self.ids = {id(p) for p in model.parameters()}
+        self.known = {id(p): ref(p) for p in model.parameters()}  # weakly: an address may be used again
 
 
 def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> None:
     """Raise ConfigError when parameters were cast, moved or added since the model was prepared, unless an optimizer has the new ones."""
     for name, p in model.named_parameters():
         before = signature.parts.get(name)
-        if id(p) not in signature.ids:
+        if signature.known.get(id(p), lambda: None)() is not p:
             if p.requires_grad and p.grad is not None and not _has(optimizers, p):
                 raise ConfigError(
                     f"{name} was {'added to' if before is None else 'replaced in'} the model after prepare(), and no prepared optimizer updates it",
                     "Change the model first and prepare it then, or prepare an optimizer that has the new parameters too.",
                 )
             signature.parts[name] = before = (p.dtype, p.device)
-            signature.ids.add(id(p))
+            signature.known[id(p)] = ref(p)
         if before is None:
             continue
         if before[0] != p.dtype:

@@ -4,45 +4,95 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep import numerics
 from halfstep.errors import ConfigError
 from halfstep.step.judging import make_unscaled
-from halfstep.step.marks import gradients, marks, parameters
+from halfstep.step.marks import gradients, marks, parameters, unchanged
+from halfstep.step.record import Record
 from halfstep.step.state import Loose, StepState
+from halfstep.step.verdict import Verdict
 
 
 def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clip the gradients of `chosen` parameters to `max_norm`, unscaling first what is still scaled. Returns the norm before clipping.
 
-    When a gradient is bad nothing is changed, and the norm is that of the bad ones: inf, NaN, or very large.
+    Bad gradients, and what else only a step will use that is refused for them, are left as they are: the norm is then that of the
+    bad ones (inf, NaN, or very large), and what other optimizers will use is clipped among itself.
     """
     if not max_norm >= 0:
         raise ConfigError(f"max_norm={max_norm} is no norm", "Use a number of 0 or more.")
     known = {id(p): p for p in chosen}
-    grads = [p.grad for p in known.values() if p.grad is not None]
-    if not grads:
+    if all(p.grad is None for p in known.values()):
         return torch.zeros(())
+    owners = _owners(state, known)
+    for owner in owners:
+        make_unscaled(state, owner)
+    records = [state.record(owner) for owner in owners]
+    unfit = [(o, r.verdict) for o, r in zip(owners, records, strict=True) if r.verdict is not None and not r.verdict.fit]
+    refused = {id(p) for o, _ in unfit for p in parameters(o)} - {id(p) for o in owners if o not in [u for u, _ in unfit] for p in parameters(o)}
+    used = [p for i, p in known.items() if i not in refused and p.grad is not None]
+    total = _clip_fit(state, owners, records, used, max_norm, norm_type) if used else torch.zeros(())
+    for owner, _ in unfit:
+        if isinstance(owner, Loose):
+            owner.clip = (max_norm, norm_type)
+    spoilt = [p.grad for i, p in known.items() if i in refused and p.grad is not None]
+    if not any(bool(numerics.stored(g).any()) for g in spoilt):  # cleared since
+        return total
+    sizes = [verdict.norm for _, verdict in unfit]
+    return torch.tensor(next((n for n in sizes if math.isnan(n)), max(sizes)), device=spoilt[0].device)
+
+
+def _owners(state: StepState, known: dict[int, Tensor]) -> list[Any]:
+    """The optimizers that hold these parameters; one that was not seen yet gets a stand-in."""
+    for loose in [x for x in state.loose if not state.record(x).unscaled]:
+        state.dissolve(loose)
     owners = state.owners(known)
     owned = {id(p) for owner in owners for p in parameters(owner)}
     strangers = [p for i, p in known.items() if i not in owned and p.grad is not None]
     if strangers:
         state.loose.append(Loose(strangers))
         owners.append(state.loose[-1])
-    for owner in owners:
-        make_unscaled(state, owner)
-    records = [state.record(owner) for owner in owners]
-    grads = [p.grad for p in known.values() if p.grad is not None]  # a replay has made new ones
-    pairs = zip(owners, records, strict=True)
-    spoilt = [(o, r.verdict) for o, r in pairs if r.verdict and not r.verdict.fit and (state.waits(o) or r.judged(gradients(o)))]
-    if spoilt:  # their steps will be refused; what another optimizer will use is clipped among itself
-        refused = {id(p) for o, _ in spoilt for p in parameters(o)}
-        clip(state, [p for i, p in known.items() if i not in refused], max_norm, norm_type)
-        sizes = [v.norm for _, v in spoilt]
-        return torch.tensor(next((n for n in sizes if math.isnan(n)), max(sizes)), device=grads[0].device)
+    return owners
+
+
+def adopt(state: StepState, optimizer: Optimizer) -> None:
+    """Before the first step of an optimizer: take over what was found out by clips that came before it was seen.
+
+    Where a bad gradient, maybe another optimizer's, has kept such a clip from being done, its own gradients are judged and clipped now.
+    """
+    record, held = state.record(optimizer), [p for p in parameters(optimizer) if p.grad is not None]
+    mine = {id(p) for p in held}
+    parts = [(x, state.record(x)) for x in state.loose if mine & {id(p) for p in parameters(x)}]
+    if record.unscaled or not parts or not all(r.unscaled for _, r in parts):
+        return
+    if any(r.verdict is not None and not r.verdict.fit for _, r in parts):
+        waiting = next((x.clip for x, _ in parts if x.clip is not None), None)
+        if waiting is not None:
+            clip(state, held, *waiting)
+        return
+    norms: dict[int, float] = {}
+    for loose, known in parts:
+        if known.measured is not None:
+            ids = [id(p) for p in parameters(loose) if p.grad is not None]
+            norms |= zip(ids, (n / known.measured.scale for n in known.measured.norms.tolist()), strict=False)
+    if not mine <= norms.keys():
+        return
+    alone = parts[0][1].verdict if mine == norms.keys() and len(parts) == 1 else None
+    record.verdict = alone if alone is not None else Verdict(True, math.hypot(*(norms[i] for i in mine)))
+    record.clipped, record.losses = any(r.clipped for _, r in parts), max(r.losses for _, r in parts)
+    record.replays, record.heard = max(r.replays for _, r in parts), any(r.heard for _, r in parts)
+    record.marks = marks(gradients(optimizer)) if all(unchanged(r.marks, gradients(x)) for x, r in parts) else ()
+
+
+def _clip_fit(state: StepState, owners: list[Any], records: list[Record], used: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Clip unscaled gradients that are fit to be used, or whose verdict is read later."""
+    grads = [p.grad for p in used if p.grad is not None]
     later = any(r.evidence for r in records)
     if later and norm_type == 2.0:
         total, sign = _clip_on_device(grads, max_norm)
@@ -54,12 +104,13 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
         total = _clip_by_norm(grads, max_norm, records[0].verdict.norm if fresh and records[0].verdict else None)
         clipped = numerics.clip_factor(float(total), max_norm) < 1.0
     else:
-        total = torch.nn.utils.clip_grad_norm_(list(known.values()), max_norm, norm_type)
+        total = torch.nn.utils.clip_grad_norm_(used, max_norm, norm_type)
         clipped = not later and numerics.clip_factor(float(total), max_norm) < 1.0
     for owner, record in zip(owners, records, strict=True):
-        record.clipped = record.clipped or clipped
-        record.marks = marks(gradients(owner))
-        state.ledger.use(parameters(owner))
+        if record.verdict is None or record.verdict.fit:
+            record.clipped = record.clipped or clipped
+            record.marks = marks(gradients(owner))
+            state.ledger.use(parameters(owner))
     return total
 
 

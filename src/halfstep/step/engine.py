@@ -80,7 +80,8 @@ class StepEngine:
 
     def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Names to call parameters by when their gradients are bad, as `module.named_parameters()` gives them."""
-        self.state.names.update({id(p): (ref(p), name) for name, p in named})
+        known = {i: (r, name) for i, (r, name) in self.state.names.items() if r() is not None}
+        self.state.names = known | {id(p): (ref(p), name) for name, p in named}
 
     def know(self, item: Optimizer | nn.Module) -> Record | None:
         """Make an optimizer known before its first step; of a module, guard the buffers and learn the names of the parameters."""
@@ -157,8 +158,7 @@ class StepEngine:
         """A new loss: gradients that were stepped with, or judged and thrown away since, are the past."""
         state = self.state
         for loose in [x for x in state.loose if not any(state.ledger.waits(p) for p in parameters(x))]:
-            state.loose.remove(loose)
-            del state.records[loose]
+            state.dissolve(loose)
         for owner, record in state.records.items():
             if record.stepped:
                 record.spent = marks(gradients(owner))
@@ -206,8 +206,8 @@ class StepEngine:
                     "gradients were unscaled before this backward pass, which has added scaled gradients to unscaled ones",
                     "Call unscale_() or clip once per step, after the last backward pass of it.",
                 )
-            if not state.scaling.active and record.unscaled:
-                record.forget()
+            if record.unscaled and not record.stepped and (not state.scaling.active or not own & added):
+                record.forget()  # those that were judged were added to, or cleared since the loss was scaled
 
     def unscale(self, optimizer: Optimizer) -> Verdict | None:
         """Judge the gradients of `optimizer` and, when they are fit, divide them by the loss scale in place.
@@ -216,6 +216,8 @@ class StepEngine:
         unscaled already, or changed since the backward pass.
         """
         record = self.state.record(optimizer)
+        if not gradients(optimizer):
+            return None
         if self.state.scaling.active and record.unscaled and not record.stepped:
             raise StepOrderError(
                 "unscale_() was already called on this optimizer since its last step, and twice would divide its gradients by the scale twice",
@@ -223,7 +225,7 @@ class StepEngine:
             )
         if not self.state.scaling.active:
             return judging.make_unscaled(self.state, optimizer)
-        return judging.unscale(self.state, optimizer) if gradients(optimizer) else None
+        return judging.unscale(self.state, optimizer)
 
     def clip(self, chosen: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of `chosen` parameters to `max_norm`, unscaling them first. Returns their norm before clipping, a scalar tensor."""
@@ -278,8 +280,6 @@ class StepEngine:
             )
         if closure is None and state.scaling.active and record.stepped:
             raise StepOrderError("step() was called twice for one backward pass", "Call scale(loss).backward() before each step().")
-        if closure is None and not gradients(optimizer):
-            return taking.no_gradients(state, optimizer)
         if closure is None and state.scaling.active and state.made_under is None:
             raise StepOrderError(
                 "no loss was scaled before step(), so its gradients cannot be unscaled", "Call scale(loss).backward() instead of loss.backward()."

@@ -43,18 +43,18 @@ def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None
         numerics.multiply_(gradients(owner), 1.0 / state.scale_at_hand)
     elif not unscaled:  # what another optimizer has too, and measure() has scaled again
         numerics.multiply_([p.grad for p in parameters(owner) if p.grad is not None and state.ledger.is_unscaled(p)], 1.0 / state.scale_at_hand)
-    state.ledger.use(parameters(owner), unscaled)
+    state.ledger.use(parameters(owner), unscaled and divide)
     record.marks, record.clipped, record.heard, record.losses = marks(gradients(owner)), False, False, state.losses
     return record.verdict
 
 
 def measure(state: StepState, owner: Any) -> Evidence:
     """Evidence on the gradients of `owner` as they are, still scaled. Raises StepOrderError when they were changed since the backward pass."""
-    if state.scale_at_hand != 1.0 and not state.editing:
+    if state.scale_at_hand != 1.0:
         own = parameters(owner)
         if not state.noticed and not isinstance(owner, Loose):
             checks.refuse_unseen(owner, state.called)
-        checks.refuse_edits(state.ledger.edited(own), state.ledger.mixed(own), state.called)
+        checks.refuse_edits([] if state.editing else state.ledger.edited(own), state.ledger.mixed(own), state.called)
         shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
         numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
     return gather(gradients(owner), state.scale_at_hand, state.loss_of(owner), state.agree, state.scaling.senses)
@@ -82,6 +82,7 @@ def _decided(state: StepState, owner: Any, record: Record, evidence: Evidence) -
         record.replays += 1
         evidence = measure(state, owner)
         verdict = decide(evidence, evidence.values.tolist(), name, gradients(owner))
+    record.measured = evidence
     if state.hopeless and not verdict.fit:
         verdict = verdict.not_the_scale()
     if record.replays and verdict.fit:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import finalize, ref
 
+import torch
 from torch import Tensor
 
-from halfstep.numerics import norms, stored
+from halfstep.numerics import stored
 
 Marks = tuple[tuple["ref[Tensor]", int], ...]
 
@@ -90,8 +91,8 @@ class _Heard:
         return _Heard, ()
 
 
-def _take_away(hooks: list[Any]) -> None:
-    for hook in hooks:
+def _take_away(armed: dict[int, tuple[ref[Tensor], Any]]) -> None:
+    for _, hook in armed.values():
         hook.remove()
 
 
@@ -100,9 +101,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._left: dict[int, _Left] = {}
-        self._armed: dict[int, ref[Tensor]] = {}
-        self._hooks: list[Any] = []  # their handles; taken away with the ledger
-        finalize(self, _take_away, self._hooks)
+        self._armed: dict[int, tuple[ref[Tensor], Any]] = {}  # with the handles of their hooks, which are taken away with the ledger
+        finalize(self, _take_away, self._armed)
         self._sums: dict[int, tuple[ref[Tensor], int]] = {}  # accumulations since the last loss was scaled
         self._losses: dict[int, Tensor] = {}
 
@@ -120,9 +120,8 @@ class Ledger:
         changed = []
         for p in owners:
             armed = self._armed.get(id(p))
-            if (armed is None or armed() is not p) and p.requires_grad and p.is_leaf:
-                self._hooks.append(p.register_post_accumulate_grad_hook(_Heard(self)))  # type: ignore[no-untyped-call]
-                self._armed[id(p)] = ref(p)
+            if (armed is None or armed[0]() is not p) and p.requires_grad and p.is_leaf:
+                self._armed[id(p)] = ref(p), p.register_post_accumulate_grad_hook(_Heard(self))  # type: ignore[no-untyped-call]
             left, g = self._left.get(id(p)), p.grad
             if left is None or (left.is_of(p) and g is not None and left.version == g._version):
                 continue
@@ -130,15 +129,16 @@ class Ledger:
                 self._left.pop(id(p))
             else:
                 changed.append((p, left, g))
-        sizes = norms([stored(g) for _, _, g in changed], changed[0][2].device).tolist() if changed else []
-        for (p, left, g), size in zip(changed, sizes, strict=True):
-            if size == 0:
-                self._left.pop(id(p))
-            else:
+        present = torch.stack([stored(g).any().to(changed[0][2].device) for _, _, g in changed]).tolist() if changed else []
+        for (p, left, g), some in zip(changed, present, strict=True):
+            if some:
                 left.edited = not left.used
                 left.gradient, left.version = ref(g), g._version
-        if len(self._armed) > 2 * len(self._left) + 256:
-            self._armed = {i: r for i, r in self._armed.items() if r() is not None}
+            else:
+                self._left.pop(id(p))
+        for i in [i for i, (r, _) in self._armed.items() if r() is None]:
+            del self._armed[i]
+            self._left.pop(i, None)
         alive = frozenset[int]().union(*(left.losses for left in self._left.values()))
         self._losses = {n: loss for n, loss in self._losses.items() if n in alive}
 

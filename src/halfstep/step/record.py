@@ -18,6 +18,7 @@ class Record:
 
     verdict: Verdict | None = None  # on the gradients at hand; set when they are unscaled
     evidence: Evidence | None = None  # instead of a verdict where that is read later
+    measured: Evidence | None = None  # what the verdict is from
     marks: Marks = ()  # the gradients that were judged
     clipped: bool = False
     signs: list[Tensor] = field(default_factory=list)  # of a verdict that is read later: whether it was clipped, each a scalar on the device

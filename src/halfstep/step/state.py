@@ -28,10 +28,7 @@ class Loose:
 
     def __init__(self, held: list[Tensor]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": held}]
-
-    def covers(self, held: list[Tensor]) -> bool:
-        """Whether all of these parameters are among them."""
-        return {id(p) for p in held} <= {id(p) for p in parameters(self)}
+        self.clip: tuple[float, float] | None = None  # norm and kind of norm, where a bad gradient among them kept it from being done
 
 
 @dataclass(eq=False)
@@ -79,6 +76,11 @@ class StepState:
             if self.scaling.active:
                 checks.refuse_narrow(parameters(owner), self.called)
         return known
+
+    def dissolve(self, loose: Loose) -> None:
+        """A stand-in has done its work, or was never used."""
+        self.loose.remove(loose)
+        self.records.pop(loose, None)
 
     def owners(self, chosen: dict[int, Tensor]) -> list[Any]:
         """The known optimizers that hold some of these parameters."""

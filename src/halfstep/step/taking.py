@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from halfstep.errors import DivergedError, StepRefusedError
 from halfstep.step import checks
+from halfstep.step.clipping import adopt
 from halfstep.step.closures import step_with_closure
 from halfstep.step.deferred import Pending, Reading, divides_itself, step_on_device
 from halfstep.step.judging import defers, make_unscaled, measure, unscale
-from halfstep.step.marks import gradients, marks, parameters, unchanged
+from halfstep.step.marks import gradients, marks, parameters
 from halfstep.step.record import Record
 from halfstep.step.result import DeferredResult, Reason, StepResult
 from halfstep.step.scaling import Seen
@@ -29,7 +30,7 @@ def take(state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | No
     if closure is not None:
         verdict = step_with_closure(state, optimizer, closure)
     else:
-        _adopt(state, optimizer, record)
+        adopt(state, optimizer)
         checks.refuse_settings(optimizer)
         fused = not record.unscaled and divides_itself(optimizer)
         if fused and defers(state, optimizer):
@@ -40,10 +41,10 @@ def take(state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | No
         if verdict is None and record.evidence is not None:
             return _take_on_device(state, optimizer, record, 1.0)
         if verdict is not None and verdict.fit:
-            with state.taking_a_step():
-                if fused:
-                    step_on_device(optimizer, torch.zeros((), device=gradients(optimizer)[0].device), state.scale_at_hand)
-                else:
+            if fused:
+                _divide_and_step(state, optimizer, record, torch.zeros((), device=gradients(optimizer)[0].device), state.scale_at_hand)
+            else:
+                with state.taking_a_step():
                     optimizer.step()
     if verdict is None:
         return no_gradients(state, optimizer)
@@ -69,9 +70,7 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     evidence = record.evidence
     assert evidence is not None
     bad, reading, name = evidence.bad, Reading(evidence.values), state.namer(optimizer)
-    with state.taking_a_step():
-        step_on_device(optimizer, bad, scale)
-    state.ledger.use(parameters(optimizer))
+    _divide_and_step(state, optimizer, record, bad, scale)
     signs = Reading(torch.stack(record.signs).any().float().reshape(1)) if record.signs else None
     told = Record(clipped=record.clipped, loss=state.loss_of(optimizer))
     made_under, hopeless = state.scale_at_hand, state.hopeless
@@ -94,23 +93,24 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     return DeferredResult(pending.settle, told.loss)
 
 
+def _divide_and_step(state: StepState, optimizer: Optimizer, record: Record, bad: Tensor, scale: float) -> None:
+    """The step of a fused optimizer, which divides by `scale` itself. If it fails before that, the gradients are as a backward pass left them."""
+    try:
+        with state.taking_a_step():
+            step_on_device(optimizer, bad, scale)
+    except BaseException:
+        if scale != 1.0:
+            record.forget()
+        raise
+    state.ledger.use(parameters(optimizer))
+
+
 def settle(state: StepState) -> None:
     """Find out the results of all steps whose verdicts were left on the device."""
     for record in list(state.records.values()):
         pending, record.pending = record.pending, None
         if pending is not None:
             pending.settle()
-
-
-def _adopt(state: StepState, optimizer: Optimizer, record: Record) -> None:
-    """Take over the verdict of a clip that came before this optimizer was seen."""
-    held = [p for p in parameters(optimizer) if p.grad is not None]
-    for loose in state.loose:
-        known = state.record(loose)
-        if known.unscaled and not record.unscaled and loose.covers(held):
-            record.verdict, record.evidence = known.verdict, known.evidence
-            record.clipped, record.losses, record.replays, record.signs = known.clipped, known.losses, known.replays, known.signs
-            record.marks = marks(gradients(optimizer)) if unchanged(known.marks, gradients(loose)) else ()
 
 
 def _spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
@@ -137,7 +137,7 @@ def _window_ends(state: StepState, fit: bool | Tensor) -> None:
         if not any(state.waits(owner) for owner in state.records):
             close_window(state)
     elif fit:
-        if False in state.window:
+        if any(verdict is False for verdict in state.window):
             state.buffers.redo()
         state.buffers.keep()
         state.window.append(True)

@@ -86,10 +86,8 @@ class Trainer:
         self.accelerator = self._fresh_accelerator()
         self.state, self.control = TrainerState(), TrainerControl()
         self.callbacks = CallbackList([Pace(), MetricsWriter(self.run)])
-        if not self.args.disable_tqdm:
-            self.callbacks.add(ProgressCallback())
-        for callback in callbacks or ():
-            self.callbacks.add(callback)
+        for callback in (*(() if self.args.disable_tqdm else (ProgressCallback(),)), *(callbacks or ())):
+            self.add_callback(callback)
         self._interrupt = Interrupt()
         self._loss_sum, self._loss_count = torch.zeros((), dtype=torch.float64), 0  # of the steps since the last record
         self._loader: Any = None  # of the training data
@@ -98,8 +96,11 @@ class Trainer:
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
         self._wants_predictions = False
-        self.add_callback = self.callbacks.add  # a callback, or a class of them, after those there are
         self._event("on_init_end")
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback after those there are."""
+        self.callbacks.add(callback)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
@@ -278,9 +279,8 @@ class Trainer:
             self.state.global_step += 1
         else:
             self.state.skipped_steps += 1
-        self.optimizer_in_use.zero_grad()
-        if not result:
             self._log_skip(result)
+        self.optimizer_in_use.zero_grad()
         self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
         return result
 
