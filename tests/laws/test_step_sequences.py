@@ -57,6 +57,7 @@ class Track:
     stepped: bool = False  # with the gradients at hand
     awaits_update: bool = False
     after: int = 0  # the number of the last loss before its last step
+    refused: bool = False  # its gradients are left over from a step that was refused: bad ones stay as they were, scaled
 
 
 @dataclass
@@ -172,7 +173,7 @@ class World:
             p.add(spoiled(x, s, self.scale), self.scale, self.number, float(loss.detach()))
         for i in self.owners(pairs):
             track = self.tracks[i]
-            track.judged, track.norm, track.stepped = False, None, False
+            track.judged, track.norm, track.stepped, track.refused = False, None, False, False
 
     def unscale(self, which: int) -> None:
         track, some = self.tracks[which], bool(self.gradients(which))
@@ -210,6 +211,8 @@ class World:
         rest = [p for p in pairs if not any(p is q for q in refused)]
         norm = norm_of([p.ideal.grad for p in rest]) if rest else 0.0
         multiply([p.ideal for p in rest], min(1.0, max_norm / (norm + 1e-6)))  # by themselves: the others' steps are refused
+        if any(self.tracks[i].refused for i in owners):
+            return
         if len(rest) == len(pairs):
             assert float(total) == pytest.approx(norm, rel=1e-5)
         elif not all(bool((p.ideal.grad.abs() <= LARGEST).all()) for p in pairs):
@@ -265,6 +268,7 @@ class World:
         if result.applied:
             self.ideal[which].step()
         track.stepped, track.awaits_update, track.after = True, True, self.number
+        track.refused = not result.applied
         if not self.setup.enabled:  # the same gradients may be used again, and are measured as they are then
             track.judged, track.norm = False, None
 
@@ -300,7 +304,7 @@ class World:
         for i in range(self.count):
             if all(p.form == "none" for p in self.held(i)):
                 track = self.tracks[i]
-                track.judged, track.norm, track.stepped = False, None, False
+                track.judged, track.norm, track.stepped, track.refused = False, None, False, False
 
     def compare(self) -> None:
         for p in self.all():
