@@ -11,9 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 from halfstep.policy import preset_table
+from halfstep.policy.memory import table
 
-TABLES: dict[str, Callable[[], str]] = {"presets": preset_table}
-DOCUMENTS = ("README.md",)
+OPTIMIZERS = ("AdamW", ("Adam", {"amsgrad": True}), "Adamax", "Lion", "Muon", ("SGD", {"momentum": 0.9}), "SGD", "RMSprop", "Adagrad", "Adafactor")
+PRECISIONS = (
+    "bf16-mixed",
+    "bf16-lean,states=fp32",
+    "bf16-lean",
+    "bf16-lean,weights=split24",
+    "bf16-lean,weights=stochastic",
+    "bf16-true",
+    "fp16-true",
+)
+
+
+def memory_table() -> str:
+    """Bytes per weight of every kind of precision with the usual optimizers."""
+    return table(OPTIMIZERS, PRECISIONS)
+
+
+TABLES: dict[str, Callable[[], str]] = {"presets": preset_table, "memory": memory_table}
 
 
 def filled(text: str) -> str:
@@ -28,9 +45,8 @@ def filled(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write or check; 1 when a table is not what the code says."""
     root, stale = Path(__file__).parent.parent, []
-    for name in DOCUMENTS:
-        path = root / name
-        text = path.read_text()
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        name, text = str(path.relative_to(root)), path.read_text()
         if filled(text) != text:
             stale.append(name)
             if "--check" not in arguments:

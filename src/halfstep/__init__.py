@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfstep import amp as amp
     from halfstep import errors as errors
+    from halfstep import optim as optim
     from halfstep.accelerator import Accelerator as Accelerator
     from halfstep.hardware import doctor as doctor
     from halfstep.policy import Policy as Policy
@@ -37,6 +38,7 @@ _WHERE = {
     "amp": "",
     "doctor": "halfstep.hardware",
     "errors": "",
+    "optim": "",
 }
 
 __all__ = [*_WHERE, "__version__"]

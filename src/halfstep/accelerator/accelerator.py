@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,11 +17,12 @@ from torch.utils.data import DataLoader
 
 from halfstep import checkpoint
 from halfstep.accelerator import replay
-from halfstep.accelerator.facts import Signature, kinds_of, model_facts, refuse_changed, refuse_orphans, refuse_state
+from halfstep.accelerator.facts import Signature, facts_to_export, kinds_of, model_facts, refuse_changed, refuse_orphans, refuse_state
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
-from halfstep.amp import Binding, GradScaler, backward_context, bind, bound_policy, forward_context
+from halfstep.amp import Binding, GradScaler, backward_context, bind, bound_policy, convert, forward_context, layout, model_state
 from halfstep.errors import ConfigError, StepOrderError, refuse_unknown
 from halfstep.hardware import default_device, probe, processes
+from halfstep.optim import with_masters
 from halfstep.policy import Policy, Resolution, from_flags, resolve
 from halfstep.step import Agree, Follower, OnOverflow, StepResult
 
@@ -39,7 +41,9 @@ class Accelerator:
     patience: bad steps of an optimizer in a row before `DivergedError`.
     agree: gets a small fp32 tensor and returns its maximum over all ranks.
 
-    Weights, gradients and AdamW's states take 16 bytes per parameter under every policy here (fp32 masters).
+    16-bit weights always have masters unless the precision says weights=plain: prepared optimizers are wrapped where that is needed
+    (`halfstep.optim.wrap`). With AdamW weights, gradient and states take 16 bytes per parameter under fp32 and *-mixed, about 8 under *-lean:
+    `halfstep.policy.bytes_per_parameter` counts them.
     Raises ConfigError for settings that contradict each other, PolicyError (here or in `prepare`) for a precision that
     cannot work with the device or the model.
     """
@@ -154,16 +158,17 @@ class Accelerator:
                 )
             return optimizer
         for known in self._optimizers:
-            if known.optimizer is optimizer:
+            if optimizer in (known.optimizer, getattr(known.optimizer, "optimizer", None)):
                 return known
         refuse_orphans(optimizer, self._models)
-        self.scaler.watch(optimizer)
-        self._optimizers.append(PreparedOptimizer(optimizer, self))
+        mastered = with_masters(optimizer, self.policy)
+        self.scaler.watch(mastered)
+        self._optimizers.append(PreparedOptimizer(mastered, self))
         return self._optimizers[-1]
 
     def _prepare_scheduler(self, scheduler: LRScheduler) -> Follower:
         for optimizer in self._optimizers:
-            if scheduler.optimizer in (optimizer, optimizer.optimizer):
+            if scheduler.optimizer in (optimizer, optimizer.optimizer, getattr(optimizer.optimizer, "optimizer", None)):
                 follower = self.scaler.follow(scheduler, optimizer.optimizer)
                 follower.optimizer = optimizer
                 self._schedulers.append(follower)
@@ -230,17 +235,22 @@ class Accelerator:
         """How many steps of `optimizer` (one that was prepared) have moved the weights."""
         return self.scaler.applied_steps(optimizer)
 
-    def run_step(self, optimizer: PreparedOptimizer, compute: Callable[[], object]) -> StepResult:
+    def run_step(
+        self, optimizer: PreparedOptimizer, compute: Callable[[], object], *, max_norm: float | None = None, stalled: bool = False
+    ) -> StepResult:
         """Call `compute()`, which makes the gradients of one step, then `optimizer.step()`; after an overflow run both again at a lower loss scale.
 
         compute: the forward and backward passes (`backward`) of all micro-batches, and clipping. Before it runs again, random states and the
         buffers of prepared models are put back and gradients cleared, so that the step is the one that the lower scale would have given.
-        Nothing is kept in memory for this but the random states. The result's `replays` counts.
+        Nothing is kept in memory for this but the random states. The result's `replays` counts. max_norm, stalled: as in `optimizer.step`.
         """
-        self.last_step = replay.run(compute, optimizer.step, optimizer.zero_grad, self.scaler)
+        step = functools.partial(optimizer.step, max_norm=max_norm, stalled=stalled)
+        self.last_step = replay.run(compute, step, optimizer.zero_grad, self.scaler)
         return self.last_step
 
-    def take_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+    def take_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, stalled: bool = False
+    ) -> StepResult:
         """Step `optimizer` (one that was prepared) or not, and let the loss scale follow. `PreparedOptimizer.step` calls it."""
         if not self.sync_gradients:
             scale = self.scaler.get_scale()
@@ -251,7 +261,7 @@ class Accelerator:
             refuse_changed(model, self._signatures[id(model)], self._optimizers)
         try:
             with backward_context(self.policy, self.device):  # a closure or a replay runs backward passes here
-                self.last_step = self.scaler.step(optimizer, closure)
+                self.last_step = self.scaler.step(optimizer, closure, max_norm=max_norm, stalled=stalled)
         finally:
             self.scaler.update()
         return self.last_step
@@ -313,7 +323,20 @@ class Accelerator:
             "random": checkpoint.capture(),
         }
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
+        own["models"] = {name: facts_to_export(item, self._optimizers) for name, item in items.items() if isinstance(item, nn.Module)}
         return checkpoint.save(output_dir, parts, dict(about or {}) | own)
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The weights of a prepared model for use elsewhere: each in the dtype that it was loaded in, rounded from its fp32 master."""
+        state: dict[str, Tensor] = model_state(self.unwrap_model(model))
+        return state
+
+    def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
+        """Write a prepared model alone into a folder, weights as in `get_state_dict`.
+
+        By its own `save_pretrained` where it has one, else as model.safetensors.
+        """
+        checkpoint.write_model(self.unwrap_model(model), Path(save_directory), self.get_state_dict(model))
 
     def load_state(self, input_dir: str | Path) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.
@@ -322,6 +345,9 @@ class Accelerator:
         """
         loaded = checkpoint.load(input_dir)
         parts = self._parts()
+        for name, item in parts.items():
+            if isinstance(item, nn.Module):
+                self._lay_out(item, loaded.about.get("models", {}).get(name, {}).get("layout"))
         refuse_state(loaded, parts, self.policy)
         for name, item in parts.items():
             item.load_state_dict(loaded.parts[name])
@@ -330,3 +356,8 @@ class Accelerator:
         self.scaler.bad_steps = int(loaded.parts["scaler"]["bad_steps"])
         self._micro_batches = 0
         checkpoint.restore(loaded.parts["random"])
+
+    def _lay_out(self, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
+        """Before a state is loaded: the weights that were 16-bit in the run that saved it are so here too, whatever the first batch would show."""
+        if saved is not None and bound_policy(model) is not None and layout(model)["16bit"] != saved["16bit"]:
+            convert(model, self.policy, saved["16bit"])

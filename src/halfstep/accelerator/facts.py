@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.amp import layout
 from halfstep.checkpoint import Loaded
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.optim import master_of
 from halfstep.policy import ModelFacts, Policy
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -44,6 +46,8 @@ def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[
             signature.known[id(p)] = ref(p)
         if before is None:
             continue
+        if before[0] != p.dtype and (p.dtype == torch.float32 or master_of(p) is not None):
+            signature.parts[name] = before = (p.dtype, before[1])  # halfstep's own doing, or a master joined with its weight
         if before[0] != p.dtype:
             raise ConfigError(
                 f"{name} was {_text(before[0])} when the model was prepared and is {_text(p.dtype)} now, so it has no fp32 master weights",
@@ -51,6 +55,23 @@ def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[
             )
         if before[1] != p.device:
             raise ConfigError(f"{name} was on {before[1]} when the model was prepared and is on {p.device} now", "Move the model before prepare().")
+
+
+def facts_to_export(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """What a reader of a checkpoint needs to put a model's weights together.
+
+    Which are 16-bit and the dtype each was loaded in, where the master of each is, and the model's configuration.
+    """
+    masters: dict[str, list[Any]] = {}
+    named = {id(p): name for name, p in model.named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        part = "optimizer" if i == 0 else f"optimizer_{i}"
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) in named and master_of(p) is not None:
+                masters[named[id(p)]] = [part, number]
+    config: Any = getattr(model, "config", None)
+    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
+    return {"layout": layout(model), "masters": masters, "config": text}
 
 
 def refuse_orphans(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:

@@ -24,7 +24,9 @@ class Stepper(Protocol):
     def may_clear(self) -> bool:
         """Whether gradients may be cleared now: not those of a window that is going on."""
 
-    def take_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+    def take_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, stalled: bool = False
+    ) -> StepResult:
         """Carry out one optimizer step or refuse it, and say which."""
 
 
@@ -70,12 +72,15 @@ class PreparedOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]  # torch returns the closure's loss
+    def step(  # type: ignore[override]  # torch returns the closure's loss
+        self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, stalled: bool = False
+    ) -> StepResult:
         """Update the weights if this is the end of a window and the gradients are fit; says which.
 
-        closure: for optimizers that evaluate the loss themselves; it calls `accelerator.backward(loss)`.
+        max_norm: clip to this norm on the way; with a wrapped or a halfstep optimizer that is no pass of its own. stalled: measure the share of
+        updates that rounded away. closure: for optimizers that evaluate the loss themselves; it calls `accelerator.backward(loss)`.
         """
-        self.last_step = self.stepper.take_step(self.optimizer, closure)
+        self.last_step = self.stepper.take_step(self.optimizer, closure, max_norm=max_norm, stalled=stalled)
         return self.last_step
 
     @property

@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.amp.autocast import autocast, forward_context
+from halfstep.amp.joined import JoinedWeights, joined_weights
+from halfstep.amp.lean import layout_of, prepare, undo
 from halfstep.amp.mode import Within, inside
 from halfstep.amp.ops import HALF, check_lists
+from halfstep.amp.settling import Care, minded, settle
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, select
+
+_CAST = (torch.float32, *HALF)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,11 @@ class Binding:
     changed: tuple[tuple[str, Any, Any], ...] = ()  # name of a module, its forward now, and the one that stood on the instance before, if any
 
     def remove(self) -> None:
-        """Give the module and its parts the forward methods back that they had; a part that was bound anew since then keeps its own."""
+        """Give the module and its parts the forward methods back that they had; a part that was bound anew since then keeps its own.
+
+        Weights and buffers that the policy holds in 16 bits become fp32, each exactly its master.
+        """
+        undo(self.module)
         for name, ours, before in self.changed:
             part = self.module.get_submodule(name)
             if part.__dict__.get("forward") is not ours:
@@ -53,8 +62,12 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
     Its submodules do so too when they are called by themselves, from wherever (`model.head(x)`, a checkpointed block computed again): called
     inside the module's own forward pass they add nothing, and a block that the user opens there is obeyed.
     Modules that `policy.fp32` names run with autocast off and their 16-bit inputs cast up; they leave fp32 outputs.
-    Weights are not touched: no bytes are added per parameter. The bound methods follow the module through deepcopy.
-    Raises ConfigError for a pattern that matches no module, or one that torch never calls, for a name of an op that is none, and for a
+    Weights: none is touched under a `*-mixed` policy when the module was loaded in fp32. Of one loaded in 16 bits those that autocast only casts stay so
+    and get masters, and everything else goes up to fp32. Under `*-lean` the first call puts into 16 bits what autocast only casts
+    (`halfstep.amp.layout` tells which), after a rehearsal of its forward pass that leaves no trace. Under `*-true` everything goes to 16 bits now, but
+    for modules of `policy.fp32`, batch norms, and frequencies of rotary embeddings, and floating inputs are cast.
+    The bound methods follow the module through deepcopy, the masters through pickle too. Bytes per weight: `halfstep.policy.bytes_per_parameter`.
+    Raises PolicyError at the first call when `*-lean` finds nothing to keep in 16 bits; ConfigError for a pattern that matches no module, or one that torch never calls, for a name of an op that is none, and for a
     module that is bound.
     """
     already = bound_policy(module)
@@ -72,21 +85,45 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
                 f"fp32={name} has no effect: nn.MultiheadAttention reads its weights and never calls it", "Name the attention module itself."
             )
     check_lists(policy.fp32_ops, policy.half_ops)
+    apart = tuple(own)
+    made = prepare(module, policy, device, held, apart)
+    care: Care = "tables" if policy.whole or (policy.is_mixed and policy.weights == "plain") else "masters" if made is not None else "none"
+    block = Block(policy, device, care)
     changed: list[tuple[str, Any, Any]] = []
     for name, part in list(module.named_modules()):
-        if name and (not _binds(part) or any(f"{name}.".startswith(f"{o}.") for o in own) or (not policy.is_mixed and device.type == "cpu")):
+        if name and (not _binds(part) or any(f"{name}.".startswith(f"{o}.") for o in own) or not (block.acts or device.type != "cpu")):
             continue
         if not name:
-            function = _under(_function(part), policy, device)
+            function = _under(_function(part), block)
             function.halfstep_policy = policy  # type: ignore[attr-defined]  # read by bound_policy
         elif name in held:
-            function = _held(_function(part), policy, device)
+            function = _held(_function(part), block)
         else:
-            function = _part(_function(part), policy, device, any(name.startswith(f"{outer}.") for outer in held))
+            narrow = policy.whole and any(p is not None and p.dtype == policy.dtype for p in part._parameters.values())
+            function = _part(_function(part), block, any(name.startswith(f"{outer}.") for outer in held), narrow)
         before = part.__dict__.get("forward")
         part.forward = MethodType(function, part)
         changed.append((name, part.__dict__["forward"], before))
     return Binding(module, held, tuple(changed))
+
+
+@dataclass(frozen=True)
+class Block:
+    """In what the forward passes of a bound module and its parts run."""
+
+    policy: Policy
+    device: torch.device
+    care: Care = "none"
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is different in it, on a CPU."""
+        return self.policy.is_mixed or self.policy.whole
+
+    @property
+    def joins(self) -> JoinedWeights | None:
+        """What is done to functions that are given weights kept in 16 bits."""
+        return joined_weights(self.policy, self.device.type) if self.care == "masters" else None
 
 
 def _binds(part: nn.Module) -> bool:
@@ -125,29 +162,43 @@ def _called(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _under(forward: Callable[..., Any], policy: Policy, device: torch.device) -> Callable[..., Any]:
+def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a bound module: each call is inside a block of its own."""
+    policy, device, care, joins = block.policy, block.device, block.care, block.joins
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Within(policy), forward_context(policy, device):
+        if care == "masters":
+            made = layout_of(self)
+            if made is not None and not made.settled:
+                settle(self, made, forward, args, kwargs)
+            elif made is not None and made.frozen and not torch.compiler.is_compiling():
+                made.thaw()
+        elif policy.whole:
+            args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
+        with Within(policy, joins), forward_context(policy, device), minded(care, device.type):
             outputs = forward(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 
     return run
 
 
-def _part(forward: Callable[..., Any], policy: Policy, device: torch.device, in_held: bool) -> Callable[..., Any]:
+def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool) -> Callable[..., Any]:
     """The forward method of a submodule: as it is inside the bound module's forward pass, else under the policy.
 
-    in_held: it is a part of a module held in fp32, and runs in fp32 by itself too.
+    in_held: it is a part of a module held in fp32, and runs in fp32 by itself too. narrow: it has 16-bit weights and no autocast, so that its inputs
+    must be 16-bit too.
     """
+    policy, device, care, joins = block.policy, block.device, block.care, block.joins
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if narrow:
+            args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
         if inside.policy is policy:
             return forward(self, *args, **kwargs)
-        with Within(policy), forward_context(policy, device), autocast(device.type, enabled=False) if in_held else nullcontext():
+        island = autocast(device.type, enabled=False) if in_held else nullcontext()
+        with Within(policy, joins), forward_context(policy, device), minded(care, device.type), island:
             outputs = forward(self, *args, **kwargs)
         return outputs if policy.output == "compute" or _computed_again() else upcast(outputs)
 
@@ -155,15 +206,16 @@ def _part(forward: Callable[..., Any], policy: Policy, device: torch.device, in_
     return run
 
 
-def _held(forward: Callable[..., Any], policy: Policy, device: torch.device) -> Callable[..., Any]:
+def _held(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a module held in fp32."""
+    policy, device, care, joins = block.policy, block.device, block.care, block.joins
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if inside.policy is policy:
             with autocast(device.type, enabled=False):
                 return forward(self, *upcast(args), **upcast(kwargs))
-        with Within(policy), forward_context(policy, device), autocast(device.type, enabled=False):
+        with Within(policy, joins), forward_context(policy, device), minded(care, device.type), autocast(device.type, enabled=False):
             return forward(self, *upcast(args), **upcast(kwargs))
 
     run.halfstep_part_of = forward  # type: ignore[attr-defined]
@@ -177,23 +229,28 @@ def _computed_again() -> bool:
 
 def upcast(value: Any) -> Any:
     """`value` with every 16-bit floating tensor in it cast to fp32; containers keep their type, other objects are returned as they are."""
+    return cast_floating(value, torch.float32)
+
+
+def cast_floating(value: Any, to: torch.dtype) -> Any:
+    """`value` with every fp32 and 16-bit floating tensor in it cast to `to`; containers keep their type, other objects are returned as they are."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALF else value
+        return value.to(to) if value.dtype in _CAST else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(upcast(v) for v in value))
+        return type(value)(*(cast_floating(v, to) for v in value))
     if isinstance(value, list | tuple):
-        return type(value)(upcast(v) for v in value)
+        return type(value)(cast_floating(v, to) for v in value)
     if is_dataclass(value) and not isinstance(value, type | Mapping):
-        changed = {f.name: wide for f in fields(value) if f.init and (wide := upcast(old := getattr(value, f.name))) is not old}
+        changed = {f.name: new for f in fields(value) if f.init and (new := cast_floating(old := getattr(value, f.name), to)) is not old}
         return replace(value, **changed) if changed else value
     if isinstance(value, Mapping):
-        wide = {k: upcast(v) for k, v in value.items()}
-        if all(wide[k] is v for k, v in value.items()):
+        cast = {k: cast_floating(v, to) for k, v in value.items()}
+        if all(cast[k] is v for k, v in value.items()):
             return value
         if not isinstance(value, MutableMapping):
-            return wide
+            return cast
         twin = copy.copy(value)  # keeps its type: OrderedDict, transformers' ModelOutput and BatchEncoding
-        for key, item in wide.items():
+        for key, item in cast.items():
             twin[key] = item
         return twin
     return value

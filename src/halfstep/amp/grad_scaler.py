@@ -132,9 +132,14 @@ class GradScaler:
         """
         self._engine.unscale(optimizer)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, stalled: bool = False
+    ) -> StepResult:
         """Unscale if that was not done, then call `optimizer.step()` if the gradients and the loss are fit to be used.
 
+        max_norm: clip the gradients to this norm on the way. With a halfstep optimizer it costs no pass of its own, and `p.grad` stays as the
+        backward pass left it, scaled and not clipped.
+        stalled: measure the share of updates that rounded away (`StepResult.stalled`; a copy of the weights while the step runs).
         closure: for optimizers that evaluate the loss themselves (LBFGS, SAM-like); it calls `scale(loss).backward()`. Each of its
         evaluations is unscaled and judged; a bad one ends the step and puts weights and states back (memory: a copy of both).
 
@@ -143,7 +148,7 @@ class GradScaler:
         """
         if getattr(optimizer, "takes_steps_itself", False):
             raise ConfigError("this optimizer was prepared by an accelerator, which scales and unscales by itself", "Call optimizer.step().")
-        return self._engine.step(optimizer, closure)
+        return self._engine.step(optimizer, closure, max_norm, stalled)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale follow the steps since the last update, or set it to `new_scale` (a power of two)."""

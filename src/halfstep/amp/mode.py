@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -65,10 +65,21 @@ def _look_up(number: int, on: bool, func: Any) -> int:
 _look_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without a second of imports
 
 
+class Joins(Protocol):
+    """What a mode does when a function of torch is given a weight that is kept in 16 bits: `halfstep.amp.joined`."""
+
+    def touches(self, device: str, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether this call is given such a weight and needs more of it than its 16 bits."""
+
+    def settled(self, device: str, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
+        """Either (True, result, -, -), or (False, -, args, kwargs) with the fp32 values in the place of the weights."""
+
+
 class Inside(threading.local):
-    """The policy of the bound module whose forward pass this thread is in, or None."""
+    """The policy of the bound module whose forward pass this thread is in, or None; and what is done there to weights kept in 16 bits."""
 
     policy: Any = None
+    joins: Joins | None = None
 
 
 inside = Inside()
@@ -86,6 +97,11 @@ class OpMode(TorchFunctionMode):
         if torch.compiler.is_compiling():
             number = _look_up(self.tables.number, torch.is_autocast_enabled(self.device), func)
             return self._run(getattr(_reach, f"route_{number}") if number else None, func, args, kwargs or {})
+        joins = inside.joins
+        if joins is not None and joins.touches(self.device, func, args, kwargs):
+            done, result, args, kwargs = joins.settled(self.device, func, args, kwargs or {})
+            if done:
+                return result
         tables = self.tables
         route = tables.on.get(func)
         if (route is not None or tables.acts_off) and not torch.is_autocast_enabled(self.device):
@@ -96,7 +112,7 @@ class OpMode(TorchFunctionMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._run(route, func, args, kwargs or {})
         # activation checkpointing: a tensor saved now is made again when it is unpacked, which is in the backward pass and may be outside this block
-        again = functools.partial(_unpack, hooks[1], self.device, tables, inside.policy)
+        again = functools.partial(_unpack, hooks[1], self.device, tables, inside.policy, joins)
         torch._C._autograd._push_saved_tensors_default_hooks(hooks[0], again)
         try:
             return self._run(route, func, args, kwargs or {})
@@ -112,8 +128,8 @@ class OpMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _unpack(unpack: Callable[[Any], Any], device: str, tables: Tables, policy: Any, packed: Any) -> Any:
-    with Applied(device, tables), Within(policy):
+def _unpack(unpack: Callable[[Any], Any], device: str, tables: Tables, policy: Any, joins: Joins | None, packed: Any) -> Any:
+    with Applied(device, tables), Within(policy, joins):
         return unpack(packed)
 
 
@@ -191,18 +207,19 @@ class Applied:
 
 
 class Within:
-    """The block in which this thread counts as inside the forward pass of a module bound to `policy`."""
+    """The block in which this thread counts as inside the forward pass of a module bound to `policy`; joins: for one with weights kept in 16 bits."""
 
-    def __init__(self, policy: Any) -> None:
-        self.policy = policy
-        self._before: Any = None
+    def __init__(self, policy: Any, joins: Joins | None = None) -> None:
+        self.policy, self.joins = policy, joins
+        self._before: tuple[Any, Joins | None] = (None, None)
 
     def __enter__(self) -> Within:
-        self._before, inside.policy = inside.policy, self.policy
+        self._before = (inside.policy, inside.joins)
+        inside.policy, inside.joins = self.policy, self.joins
         return self
 
     def __exit__(self, *_: Any) -> None:
-        inside.policy = self._before
+        inside.policy, inside.joins = self._before
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Checkpoints: safetensors and JSON, atomic, verified, without pickle."""
 
+from halfstep.checkpoint.export import export as export
+from halfstep.checkpoint.export import write_model as write_model
 from halfstep.checkpoint.randomness import capture as capture
 from halfstep.checkpoint.randomness import restore as restore
 from halfstep.checkpoint.randomness import seed_everything as seed_everything

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train a model; with no configuration, a small GPT on Python's own documentation",
+    "export": "write the model of a checkpoint as safetensors in fp32, bf16 or fp16",
     "doctor": "say what this device can do and which precision suits it",
 }
 

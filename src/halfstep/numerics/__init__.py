@@ -1,5 +1,16 @@
 """Pure functions of tensors: no module, no optimizer, no device query."""
 
+from halfstep.numerics.blocks import BLOCK as BLOCK
+from halfstep.numerics.blocks import decode as decode
+from halfstep.numerics.blocks import encode as encode
+from halfstep.numerics.compensated import kahan_join as kahan_join
+from halfstep.numerics.compensated import kahan_split as kahan_split
+from halfstep.numerics.compensated import two_sum as two_sum
+from halfstep.numerics.error import Error as Error
+from halfstep.numerics.error import error as error
+from halfstep.numerics.formats import FORMATS as FORMATS
+from halfstep.numerics.formats import Format as Format
+from halfstep.numerics.formats import ulp as ulp
 from halfstep.numerics.gradients import clip_factor as clip_factor
 from halfstep.numerics.gradients import largest as largest
 from halfstep.numerics.gradients import multiply_ as multiply_
@@ -8,3 +19,14 @@ from halfstep.numerics.gradients import norms as norms
 from halfstep.numerics.gradients import stored as stored
 from halfstep.numerics.gradients import subnormal_share as subnormal_share
 from halfstep.numerics.gradients import wide_norm as wide_norm
+from halfstep.numerics.noise import Noise as Noise
+from halfstep.numerics.noise import state_noise as state_noise
+from halfstep.numerics.occupancy import Occupancy as Occupancy
+from halfstep.numerics.occupancy import occupancy as occupancy
+from halfstep.numerics.residual import join as join
+from halfstep.numerics.residual import split as split
+from halfstep.numerics.rounding import cast as cast
+from halfstep.numerics.rounding import nearest as nearest
+from halfstep.numerics.rounding import stochastic as stochastic
+from halfstep.numerics.updates import adamw_ as adamw_
+from halfstep.numerics.updates import adamw_scalars as adamw_scalars

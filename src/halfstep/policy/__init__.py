@@ -1,5 +1,13 @@
 """Precision policies: values only, no modules and no devices."""
 
+from halfstep.policy.memory import ROLES as ROLES
+from halfstep.policy.memory import Bytes as Bytes
+from halfstep.policy.memory import Footprint as Footprint
+from halfstep.policy.memory import Role as Role
+from halfstep.policy.memory import bytes_per_parameter as bytes_per_parameter
+from halfstep.policy.memory import model_bytes as model_bytes
+from halfstep.policy.memory import roles_of as roles_of
+from halfstep.policy.memory import tensor_bytes as tensor_bytes
 from halfstep.policy.parse import from_flags as from_flags
 from halfstep.policy.parse import parse as parse
 from halfstep.policy.parse import power_of_two as power_of_two
@@ -8,9 +16,9 @@ from halfstep.policy.policy import LARGEST_SCALE as LARGEST_SCALE
 from halfstep.policy.policy import PRESETS as PRESETS
 from halfstep.policy.policy import LossScale as LossScale
 from halfstep.policy.policy import Policy as Policy
-from halfstep.policy.policy import preset_table as preset_table
 from halfstep.policy.resolve import RULES as RULES
 from halfstep.policy.resolve import ModelFacts as ModelFacts
 from halfstep.policy.resolve import Resolution as Resolution
 from halfstep.policy.resolve import resolve as resolve
 from halfstep.policy.rules import select as select
+from halfstep.policy.tables import preset_table as preset_table

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import get_args, get_type_hints
 
 from halfstep.errors import ConfigError, suggest
-from halfstep.policy.policy import KEYS, LARGEST_SCALE, PRESETS, LossScale, Policy
+from halfstep.policy.policy import KEYS, LARGEST_SCALE, PRESETS, LossScale, Policy, States, Weights
 
 FOREIGN = {  # spellings of other libraries, named in the error and not accepted: one spelling each
     "no": "fp32",
@@ -15,6 +15,7 @@ FOREIGN = {  # spellings of other libraries, named in the error and not accepted
     "32-true": "fp32",
     "16": "fp16-mixed",
     "16-mixed": "fp16-mixed",
+    "16-true": "fp16-true",
     "fp16": "fp16-mixed",
     "bf16": "bf16-mixed",
 }
@@ -90,6 +91,10 @@ def _with(policy: Policy, key: str, value: str) -> Policy:
     """A copy of `policy` with one setting read from text."""
     if key == "tf32":
         return replace(policy, tf32=_choice(key, value, ("on", "off")) == "on")
+    if key == "weights":
+        return replace(policy, weights=_choice(key, value, get_args(Weights)))  # type: ignore[arg-type]  # checked on this line
+    if key == "states":
+        return replace(policy, states=_choice(key, value, get_args(States)))  # type: ignore[arg-type]  # checked on this line
     if key == "output":
         allowed = get_args(get_type_hints(Policy)["output"])
         return replace(policy, output=_choice(key, value, allowed))  # type: ignore[arg-type]  # checked on this line
@@ -153,11 +158,14 @@ def check(policy: Policy) -> Policy:
     if policy.preset not in PRESETS:
         raise ConfigError(f"unknown precision {policy.preset!r}", suggest(policy.preset, PRESETS))
     base = PRESETS[policy.preset]
-    if policy.autocast != base.autocast:
-        raise ConfigError(
-            f"this Policy is called {policy.preset} and has autocast={policy.autocast!r}, where {policy.preset} has {base.autocast!r}",
-            f"Start from halfstep.policy.parse({policy.preset!r}), and change it with dataclasses.replace.",
-        )
+    for field in ("autocast", "whole"):
+        ours, its = getattr(policy, field), getattr(base, field)
+        if ours != its:
+            raise ConfigError(
+                f"this Policy is called {policy.preset} and has {field}={ours!r}, where {policy.preset} has {its!r}",
+                f"Start from halfstep.policy.parse({policy.preset!r}), and change it with dataclasses.replace.",
+            )
+    _check_memory(policy, base)
     scale = policy.scale
     for key, number in (("scale", scale.init), ("scale_floor", scale.floor), ("scale_ceiling", scale.ceiling)):
         power_of_two(key, number)
@@ -165,7 +173,9 @@ def check(policy: Policy) -> Policy:
         raise ConfigError(f"fp32={'|'.join(policy.fp32)} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")
     _check_ops(policy)
     if policy.autocast != "fp16" and scale.kind != "none":
-        raise ConfigError(f"scale={scale} has no use under {policy.preset}: only fp16 gradients underflow", "Leave it out, or use fp16-mixed.")
+        raise ConfigError(
+            f"scale={scale} has no use under {policy.preset}: only fp16 gradients underflow", f"Leave it out, or use {_twin(policy, 'fp16')}."
+        )
     if policy.preset == "fp32" and policy.tf32:
         raise ConfigError("precision 'fp32,tf32=on' says two things", "Use 'tf32'.")
     if policy.preset == "tf32" and not policy.tf32:
@@ -193,3 +203,33 @@ def _check_ops(policy: Policy) -> None:
     for key, text in given.items():
         if policy.autocast == "fp32" and text:
             raise ConfigError(f"{key}={text} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")
+        if policy.whole and text:
+            raise ConfigError(
+                f"{key}={text} has no effect under {policy.preset}: there is no autocast, every op runs in the format of its inputs",
+                f"Leave it out, or use {_twin(policy, policy.autocast, 'lean')}; fp32=PATTERN holds modules in fp32 here too.",
+            )
+
+
+def _check_memory(policy: Policy, base: Policy) -> None:
+    """Refuse ways to store weights and states that contradict the preset."""
+    weights = _choice("weights", policy.weights, get_args(Weights))
+    _choice("states", policy.states, get_args(States))
+    if policy.autocast == "fp32" and weights != "fp32":
+        meant = "bf16-true" if weights == "plain" else "bf16-lean"
+        raise ConfigError(
+            f"weights={weights} has no effect under {policy.preset}: no weight is 16-bit there",
+            f"Leave it out, or use '{replace(PRESETS[meant], weights=policy.weights, states=policy.states, tf32=policy.tf32)}'.",
+        )
+    if base.weights != "fp32" and weights == "fp32":
+        mixed = replace(policy, preset=_twin(policy, policy.autocast, "mixed"), whole=False)
+        raise ConfigError(f"weights=fp32 contradicts {policy.preset}, which holds weights in 16 bits", f"For fp32 weights use '{mixed}'.")
+    if base.is_lean and weights == "plain":
+        raise ConfigError(
+            f"weights=plain contradicts {policy.preset}, which keeps small updates: with plain they round away",
+            f"Use {policy.autocast}-true,weights=plain, or {policy.autocast}-mixed,weights=plain with a model loaded in {policy.autocast}.",
+        )
+
+
+def _twin(policy: Policy, form: str, family: str = "") -> str:
+    """The name of the preset of the same family (or of `family`) in the 16-bit format `form`."""
+    return f"{form}-{family or policy.preset.partition('-')[2] or 'mixed'}"

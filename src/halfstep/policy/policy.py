@@ -5,6 +5,7 @@ Text form: a preset, then any `key=value` that differs from it:
     bf16-mixed
     fp16-mixed,scale=static:1024
     fp16-mixed,scale=dynamic:65536,scale_window=500,fp32=lm_head|*.norm*
+    bf16-lean,weights=split24,states=int8,fp32=lm_head
 
 `str(policy)` prints it and `halfstep.policy.parse` reads it back to an equal value.
 """
@@ -18,6 +19,8 @@ import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_SCALE = 2.0**32  # a loss of 2^60 still fits fp32 after scaling
+Weights = Literal["fp32", "split", "split24", "kahan", "stochastic", "plain"]
+States = Literal["fp32", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,12 @@ class Policy:
 
     preset: the name it started from.
     autocast: format of matrix products, convolutions and attention in the forward pass: "bf16", "fp16", or "fp32" for none.
+    whole: the whole model is in that format and there is no autocast; only the `*-true` presets.
+    weights: how a weight that lives in 16 bits is stored: "split" (16 more bits beside it, so the fp32 master is kept), "split24" (8 more bits),
+        "kahan" (a 16-bit compensation), "stochastic" (nothing beside it, rounded without bias), "plain" (nothing, rounded to nearest: small
+        updates are lost). "fp32": weights are fp32. With autocast, only weights whose every use is a cast go to 16 bits, so nothing changes in
+        the forward pass; all but "plain" do that to a model loaded in fp32 too.
+    states: format of the optimizer's moments: "fp32", "bf16", or "int8" with one fp32 scale per block of 128. Other states stay fp32.
     tf32: fp32 matrix products on the GPU may round their operands to tf32 (10 bits of mantissa).
     scale: loss scaling.
     output: "fp32" casts 16-bit outputs of a prepared model up, so that a loss outside it runs in fp32; "compute" leaves them.
@@ -55,7 +64,7 @@ class Policy:
     ops: which ops autocast runs in fp32: "cuda", torch's CUDA list on every device, or "device", torch's list of the device in use.
     fp32_ops, half_ops: names of ops (`softmax`, `layer_norm`) that autocast runs in fp32, or in 16 bits, whatever the list says.
 
-    Weights, gradients and optimizer states are fp32 under all of these: 16 bytes per parameter with AdamW.
+    Bytes per parameter follow from `weights` and `states`: `halfstep.policy.bytes_per_parameter` counts them.
     """
 
     preset: str = "fp32"
@@ -67,16 +76,29 @@ class Policy:
     ops: Literal["cuda", "device"] = "cuda"
     fp32_ops: tuple[str, ...] = ()
     half_ops: tuple[str, ...] = ()
+    weights: Weights = "fp32"
+    states: States = "fp32"
+    whole: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype of `autocast`."""
+        """The torch dtype of `autocast`: what the forward pass multiplies in."""
         return DTYPES[self.autocast]
 
     @property
     def is_mixed(self) -> bool:
         """Whether the forward pass runs under autocast."""
-        return self.autocast != "fp32"
+        return self.autocast != "fp32" and not self.whole
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether castable weights are stored in 16 bits with a way to keep small updates, under autocast."""
+        return self.is_mixed and self.weights not in ("fp32", "plain")
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The torch dtype of the weights that this policy holds in 16 bits; fp32 when it holds none."""
+        return torch.float32 if self.weights == "fp32" else self.dtype
 
     def __str__(self) -> str:
         base = PRESETS[self.preset]
@@ -90,6 +112,10 @@ PRESETS = {
         Policy("tf32", tf32=True),
         Policy("bf16-mixed", autocast="bf16"),
         Policy("fp16-mixed", autocast="fp16", scale=LossScale("dynamic")),
+        Policy("bf16-lean", autocast="bf16", weights="split", states="int8"),
+        Policy("fp16-lean", autocast="fp16", scale=LossScale("dynamic"), weights="split", states="int8"),
+        Policy("bf16-true", autocast="bf16", whole=True, weights="kahan", states="bf16"),
+        Policy("fp16-true", autocast="fp16", scale=LossScale("dynamic"), whole=True, weights="split"),
     )
 }
 
@@ -98,6 +124,10 @@ SUMMARY = {
     "tf32": "fp32, matrix products on the GPU in tf32",
     "bf16-mixed": "products in bf16: fp32's range, 8 bits of precision",
     "fp16-mixed": "products in fp16: 11 bits of precision, range up to 65504, so the loss is scaled",
+    "bf16-lean": "bf16-mixed in half the memory: weights in bf16 with a 16-bit residual, moments in 8 bits",
+    "fp16-lean": "fp16-mixed in half the memory, the same way",
+    "bf16-true": "the whole model in bf16, updates kept by a bf16 compensation",
+    "fp16-true": "the whole model in fp16, updates kept by a 16-bit residual",
 }
 
 
@@ -105,6 +135,8 @@ def as_text(policy: Policy) -> dict[str, str]:
     """The settings of a policy besides its preset, each as the text that `parse` reads."""
     scale = policy.scale
     return {
+        "weights": policy.weights,
+        "states": policy.states,
         "tf32": "on" if policy.tf32 else "off",
         "scale": str(scale),
         "scale_floor": f"{scale.floor:.17g}",
@@ -120,13 +152,3 @@ def as_text(policy: Policy) -> dict[str, str]:
 
 
 KEYS = tuple(as_text(Policy()))
-
-
-def preset_table() -> str:
-    """The presets as a Markdown table, from the values themselves."""
-    flags = {"tf32": "`tf32=True`", "bf16-mixed": "`bf16=True`", "fp16-mixed": "`fp16=True`"}
-    rows = ["| preset | flag | products | weights, gradients, states | tf32 | loss scale | in words |", "|---|---|---|---|---|---|---|"]
-    for name, p in PRESETS.items():
-        scale = "none" if p.scale.kind == "none" else f"{p.scale.kind}, from {p.scale.init:.0f}"
-        rows.append(f"| `{name}` | {flags.get(name, '')} | {p.autocast} | fp32 | {'on' if p.tf32 else 'off'} | {scale} | {SUMMARY[name]} |")
-    return "\n".join(rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from halfstep.errors import PolicyError
 from halfstep.hardware import Capabilities
 from halfstep.policy.parse import check
-from halfstep.policy.policy import Policy
+from halfstep.policy.policy import Policy, Weights
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,50 @@ class Rule:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A policy known to run on a device, and what the user should know about it."""
+    """A policy known to run on a device, and what the user should know about it.
+
+    weights: how the weights that live in 16 bits are stored: the policy's `weights`, or "split" under `*-mixed` for a model loaded in 16 bits.
+    """
 
     policy: Policy
     device: Capabilities
     notes: tuple[str, ...] = ()
+    weights: Weights = "fp32"
 
     def __str__(self) -> str:
         p = self.policy
         parts = [f"precision {p} on {self.device.device}"]
-        if p.is_mixed:
+        if p.autocast != "fp32":
             parts.append(f"{p.autocast} products ({'native' if self.device.is_native(p.autocast) else 'emulated'})")
-        parts += ["fp32 weights", f"loss scale {p.scale}"]
+        if self.weights == "plain":
+            parts.append(f"{p.autocast} weights{'' if p.whole else ' as loaded'} (nothing beside them)")
+        else:
+            narrow = f"{'' if p.whole else 'castable '}{p.autocast} weights ({self.weights})"
+            parts.append("fp32 weights" if self.weights == "fp32" else narrow)
+        if p.states != "fp32":
+            parts.append(f"{p.states} optimizer states")
+        parts.append(f"loss scale {p.scale}")
         return ", ".join(parts) + "".join(f"\n  note: {note}" for note in self.notes)
+
+
+def _formats(s: Situation) -> tuple[str, ...]:
+    """The 16-bit formats of a model's trainable parameters, the commonest first."""
+    return tuple(sorted((f for f in ("bf16", "fp16") if s.model.of(f)), key=lambda f: -len(s.model.of(f))))
+
+
+def _other(s: Situation) -> str:
+    """The 16-bit format that is not the policy's."""
+    return "fp16" if s.policy.autocast == "bf16" else "bf16"
+
+
+def _foreign(s: Situation) -> tuple[str, ...]:
+    return s.model.of(_other(s))
+
+
+def _stored(s: Situation) -> Weights:
+    """How the weights that live in 16 bits are stored: a model loaded in the format of its products keeps it, with masters."""
+    loaded = s.policy.is_mixed and bool(s.model.of(s.policy.autocast))
+    return "split" if s.policy.weights == "fp32" and loaded else s.policy.weights
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -72,12 +103,30 @@ RULES = (
     ),
     Rule(
         "weights-16-bit",
-        lambda s: bool(s.model.of("bf16", "fp16")),
+        lambda s: s.policy.autocast == "fp32" and bool(s.model.of("bf16", "fp16")),
         lambda s: (
             f"{_listed(s.model.of('bf16', 'fp16'))} of the {len(s.model.trainable)} trainable parameters are 16-bit, so there is no fp32 master "
             f"weight and small updates would round away under {s.policy.preset}"
         ),
-        lambda s: "Load the model with dtype=torch.float32, or call model.float() before training.",
+        lambda s: (
+            "Load the model with dtype=torch.float32, or call model.float() before training; to train it as it is loaded use "
+            f"{_formats(s)[0]}-mixed, which gives it masters, or {_formats(s)[0]}-lean."
+        ),
+    ),
+    Rule(
+        "plain-other-format",
+        lambda s: s.policy.is_mixed and s.policy.weights == "plain" and bool(_foreign(s)),
+        lambda s: (
+            f"{_listed(_foreign(s))} of the {len(s.model.trainable)} trainable parameters were loaded in {_other(s)}, and weights=plain under "
+            f"{s.policy.preset} trains weights in {s.policy.autocast} as they are"
+        ),
+        lambda s: f"Use {_other(s)}-mixed,weights=plain, or load the model in {s.policy.autocast}.",
+    ),
+    Rule(
+        "plain-without-16-bit",
+        lambda s: s.policy.is_mixed and s.policy.weights == "plain" and bool(s.model.trainable) and not _formats(s),
+        lambda s: f"weights=plain has no effect under {s.policy.preset} with this model: none of its {len(s.model.trainable)} parameters is 16-bit",
+        lambda s: f"Leave it out, load the model in {s.policy.autocast}, or use {s.policy.autocast}-true,weights=plain, which casts it.",
     ),
     Rule(
         "weights-other",
@@ -89,9 +138,9 @@ RULES = (
     ),
     Rule(
         "emulated-gpu",
-        lambda s: s.policy.is_mixed and s.device.kind == "cuda" and not s.device.is_native(s.policy.autocast),
+        lambda s: s.policy.autocast != "fp32" and s.device.kind == "cuda" and not s.device.is_native(s.policy.autocast),
         lambda s: f"{s.device.name} (compute capability {s.device.level}) has no {s.policy.autocast} instructions and imitates them slowly",
-        lambda s: f"{'fp16-mixed' if s.device.is_native('fp16') else 'fp32'} is faster here.",
+        lambda s: f"{'fp16-' + s.policy.preset.partition('-')[2] if s.device.is_native('fp16') else 'fp32'} is faster here.",
         refuse=False,
     ),
     Rule(
@@ -99,6 +148,40 @@ RULES = (
         lambda s: s.policy.is_mixed and s.device.kind == "cpu" and not s.device.is_native(s.policy.autocast),
         lambda s: f"this CPU has no {s.policy.autocast} instructions: operands are rounded to it, multiplied in fp32 and the result rounded",
         lambda s: "The numbers are those of 16-bit products with fp32 accumulation; it is not faster than fp32.",
+        refuse=False,
+    ),
+    Rule(
+        "emulated-cpu-whole",
+        lambda s: s.policy.whole and s.device.kind == "cpu" and not s.device.is_native(s.policy.autocast),
+        lambda s: f"this CPU has no {s.policy.autocast} instructions, so torch converts in every op",
+        lambda s: f"It saves memory and is not faster than fp32; {s.policy.autocast}-lean rounds operands and multiplies in fp32.",
+        refuse=False,
+    ),
+    Rule(
+        "loaded-16-bit",
+        lambda s: s.policy.is_mixed and s.policy.weights != "plain" and bool(s.model.of(s.policy.autocast)),
+        lambda s: (
+            f"{len(s.model.of(s.policy.autocast))} of the {len(s.model.trainable)} trainable parameters were loaded in {s.policy.autocast}: "
+            f"castable ones keep it, stored as {_stored(s)}, and the others go up to fp32"
+        ),
+        lambda s: "The forward pass is that of a model loaded in fp32; weights=plain trains them with nothing beside them.",
+        refuse=False,
+    ),
+    Rule(
+        "loaded-other-16-bit",
+        lambda s: s.policy.is_mixed and s.policy.weights != "plain" and bool(_foreign(s)),
+        lambda s: (
+            f"{len(_foreign(s))} of the {len(s.model.trainable)} trainable parameters were loaded in {_other(s)}, and products run in "
+            f"{s.policy.autocast}: they go up to fp32" + (f", and castable ones from there to {s.policy.autocast}" if s.policy.is_lean else "")
+        ),
+        lambda s: f"The forward pass is that of a model loaded in fp32; {_other(s)}-mixed would keep castable weights in {_other(s)}.",
+        refuse=False,
+    ),
+    Rule(
+        "plain",
+        lambda s: s.policy.weights == "plain",
+        lambda s: f"weights=plain: there is nothing beside {s.policy.autocast} weights, so an update of less than half of their last bit is lost",
+        lambda s: "weights=split keeps every update for 2 bytes per weight.",
         refuse=False,
     ),
 )
@@ -115,4 +198,4 @@ def resolve(policy: Policy, device: Capabilities, model: ModelFacts | None = Non
         if rule.refuse:
             raise PolicyError(rule.cause(situation), rule.remedy(situation))
         notes.append(f"{rule.cause(situation)}. {rule.remedy(situation)}")
-    return Resolution(policy, device, tuple(notes))
+    return Resolution(policy, device, tuple(notes), _stored(situation))

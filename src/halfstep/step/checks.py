@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError, StepOrderError
+from halfstep.optim import MasteredOptimizer
 from halfstep.step.graph import Reached, nodes
 from halfstep.step.marks import parameters
 
@@ -63,14 +65,21 @@ def refuse_penalty(loss: Tensor, sign: Tensor) -> None:
         )
 
 
-def refuse_narrow(held: list[Tensor], name: Callable[[Tensor], str]) -> None:
-    """16-bit weights under a loss scale: there would be no fp32 master, and unscaling would round every gradient."""
-    for p in held:
-        if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
-            raise ConfigError(
-                f"{name(p)} is {str(p.dtype).removeprefix('torch.')} and its optimizer would update it without an fp32 master weight",
-                "Load the model with dtype=torch.float32 (model.float()) and run it under halfstep.amp.autocast; frozen parts may stay 16-bit.",
-            )
+def look_for_masters(owner: object, held: list[Tensor], scaled: bool, name: Callable[[Tensor], str]) -> None:
+    """16-bit weights whose optimizer knows no masters: small updates round away. An error under a loss scale, where unscaling would round too."""
+    narrow = [p for p in held if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+    if not narrow or isinstance(owner, MasteredOptimizer) or not isinstance(owner, Optimizer):
+        return
+    cause = (
+        f"{name(narrow[0])} is {str(narrow[0].dtype).removeprefix('torch.')} and its optimizer, a {type(owner).__name__}, would update it without "
+        f"an fp32 master weight, so small updates would round away ({len(narrow)} such parameters)"
+    )
+    remedy = (
+        "Use optimizer = halfstep.optim.wrap(optimizer), which gives them masters (2 bytes per weight), or load the model with dtype=torch.float32."
+    )
+    if scaled:
+        raise ConfigError(cause, remedy)
+    warnings.warn(f"{cause}. {remedy} halfstep.optim.wrap(optimizer, weights='plain') says that this is meant.", stacklevel=7)
 
 
 def refuse_foreign(reached: Reached) -> None:

@@ -25,8 +25,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     Bad gradients, and what else only a step will use that is refused for them, are left as they are: the norm is then that of the
     bad ones (inf, NaN, or very large), and what other optimizers will use is clipped among itself.
     """
-    if not max_norm >= 0:
-        raise ConfigError(f"max_norm={max_norm} is no norm", "Use a number of 0 or more.")
+    _refuse_norm(max_norm)
     known = {id(p): p for p in chosen}
     if all(p.grad is None for p in known.values()):
         return torch.zeros(())
@@ -46,6 +45,17 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
         return total
     sizes = [verdict.norm for _, verdict in unfit]
     return torch.tensor(next((n for n in sizes if math.isnan(n)), max(sizes)), device=spoilt[0].device)
+
+
+def clip_to(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are to be multiplied by. Raises ConfigError when `max_norm` is none."""
+    _refuse_norm(max_norm)
+    return numerics.clip_factor(norm, max_norm)
+
+
+def _refuse_norm(max_norm: float) -> None:
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm={max_norm} is no norm", "Use a number of 0 or more.")
 
 
 def _owners(state: StepState, known: dict[int, Tensor]) -> list[Any]:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from halfstep.errors import StepOrderError
+from halfstep.optim import keep
 from halfstep.step import checks
 from halfstep.step.judging import make_unscaled
 from halfstep.step.marks import gradients, parameters, unchanged
@@ -40,7 +41,7 @@ def step_with_closure(state: StepState, optimizer: Optimizer, closure: Callable[
 
 def _evaluated(state: StepState, optimizer: Optimizer, closure: Callable[[], Any]) -> Verdict | None:
     record, replays = state.record(optimizer), 0
-    weights = [p.detach().clone() for p in parameters(optimizer)]
+    put_back = [keep(p) for p in parameters(optimizer)]
     kept = [(p, copy.deepcopy(values)) for p, values in optimizer.state.items()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
@@ -70,9 +71,8 @@ def _evaluated(state: StepState, optimizer: Optimizer, closure: Callable[[], Any
         verdict = refused.verdict
     finally:
         if not whole:  # an error of the closure's own comes through, and changes nothing either
-            with torch.no_grad():
-                for p, before in zip(parameters(optimizer), weights, strict=True):
-                    p.copy_(before)
+            for undo in put_back:
+                undo()
             optimizer.state.clear()
             optimizer.state.update(kept)
             for group, was in zip(optimizer.param_groups, groups, strict=True):

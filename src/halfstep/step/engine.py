@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
-from halfstep.step import checks, clipping, guard, judging, taking
+from halfstep.step import checks, clipping, guard, judging, narrow, taking
 from halfstep.step.backward import when_backward_ends
 from halfstep.step.graph import Reached
 from halfstep.step.marks import gradients, marks, parameters
@@ -117,6 +117,7 @@ class StepEngine:
         self._begin()
         reached = state.watch.look(loss)
         state.ledger.look(state.everybody())
+        narrow.before_a_backward_pass(state)
         state.buffers.found(reached.statistics)
         self._choose_scale(loss, reached)
         state.ledger.begin()
@@ -253,6 +254,7 @@ class StepEngine:
     def rescale(self, factor: float) -> None:
         """Multiply the gradients of all known optimizers, and the losses noted for this step, by `factor`."""
         state = self.state
+        narrow.widen(state, state.owned())
         numerics.multiply_(list({id(g): g for owner in state.records for g in gradients(owner)}.values()), factor)
         state.ledger.again()
         if state.loss is not None and not state.loss_spent:
@@ -265,11 +267,14 @@ class StepEngine:
             if self.state.ledger.holds(p):
                 p.grad = None
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, max_norm: float | None = None, stalled: bool = False
+    ) -> StepResult:
         """Update the weights if the gradients and the loss are fit, and say what happened.
 
-        Raises StepOrderError when the order of calls makes the gradients wrong, DivergedError after `patience` bad
-        steps in a row, StepRefusedError for a bad step under on_overflow="raise".
+        max_norm: clip to this norm on the way. stalled: measure the share of updates that rounded away.
+        Raises StepOrderError when the order of calls makes the gradients wrong, DivergedError after `patience` bad steps in a row,
+        StepRefusedError for a bad step under on_overflow="raise".
         """
         state, record = self.state, self.state.record(optimizer)
         if closure is None and not gradients(optimizer):
@@ -284,7 +289,7 @@ class StepEngine:
             raise StepOrderError(
                 "no loss was scaled before step(), so its gradients cannot be unscaled", "Call scale(loss).backward() instead of loss.backward()."
             )
-        return taking.take(state, optimizer, closure)
+        return taking.take(state, optimizer, closure, max_norm, stalled)
 
     def update(self, new_scale: float | None = None) -> None:
         """Let the scale follow the steps since the last update, or set it. Gradients already made keep their own scale.

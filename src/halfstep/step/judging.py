@@ -12,6 +12,7 @@ from halfstep.errors import StepOrderError
 from halfstep.step import checks
 from halfstep.step.deferred import can_defer
 from halfstep.step.marks import gradients, marks, parameters
+from halfstep.step.narrow import widen_fp16
 from halfstep.step.record import Record
 from halfstep.step.state import Loose, StepState
 from halfstep.step.verdict import Evidence, Verdict, decide, gather
@@ -40,6 +41,8 @@ def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None
         record.evidence, record.verdict = None, _decided(state, owner, record, evidence)
     unscaled = record.verdict is None or record.verdict.fit
     if unscaled and divide:
+        if state.scale_at_hand != 1.0:
+            widen_fp16(state, owner)
         numerics.multiply_(gradients(owner), 1.0 / state.scale_at_hand)
     elif not unscaled:  # what another optimizer has too, and measure() has scaled again
         numerics.multiply_([p.grad for p in parameters(owner) if p.grad is not None and state.ledger.is_unscaled(p)], 1.0 / state.scale_at_hand)
@@ -57,7 +60,8 @@ def measure(state: StepState, owner: Any) -> Evidence:
         checks.refuse_edits([] if state.editing else state.ledger.edited(own), state.ledger.mixed(own), state.called)
         shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
         numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
-    return gather(gradients(owner), state.scale_at_hand, state.loss_of(owner), state.agree, state.scaling.senses)
+    compiled = bool(getattr(owner, "takes_factor", False))
+    return gather(gradients(owner), state.scale_at_hand, state.loss_of(owner), state.agree, state.scaling.senses, compiled)
 
 
 def defers(state: StepState, owner: Any) -> bool:

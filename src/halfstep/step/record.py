@@ -32,6 +32,7 @@ class Record:
     spent_to: int = 0  # the number of the last loss before its last step
     bad_steps: int = 0  # in a row
     applied: int = 0  # steps that moved the weights
+    stalled: float | None = None  # share of the last step's updates that rounded away, where it was measured
     pending: Pending | None = None  # a step whose verdict has not been read
     hooks: list[Callable[[], object]] = field(default_factory=list)  # run after each step that was applied
 

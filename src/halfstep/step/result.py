@@ -35,7 +35,8 @@ class StepResult:
     scale: the loss scale the gradients were made under; next_scale: the one the next loss will get.
     replays: how often the step was computed again, at a lower scale each time, before this result.
     culprits: what was not finite, worst first; empty when applied.
-    stalled: share of the updates that rounded away; None when not measured (always, in this version).
+    stalled: of the elements with a gradient that is not 0, the share whose stored weight (residual included) is what it was before an applied
+        step: their updates rounded away. None when it was not asked for.
     detail: in words what a reader of a log should know besides; empty when there is nothing.
     loss: sum of the (unscaled) losses of this step. Reading it may wait for the device.
 

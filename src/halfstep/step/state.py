@@ -63,6 +63,7 @@ class StepState:
     replay: Replay = field(default_factory=Replay)
     records: WeakKeyDictionary[Any, Record] = field(default_factory=WeakKeyDictionary)
     loose: list[Loose] = field(default_factory=list)
+    widened: dict[int, ref[Tensor]] = field(default_factory=dict)  # 16-bit parameters whose gradients were made fp32
     names: dict[int, tuple[ref[Tensor], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,8 +74,7 @@ class StepState:
         known = self.records.get(owner)
         if known is None:
             known = self.records[owner] = Record(bad_steps=self.bad_before)
-            if self.scaling.active:
-                checks.refuse_narrow(parameters(owner), self.called)
+            checks.look_for_masters(owner, parameters(owner), self.scaling.active, self.called)
         return known
 
     def dissolve(self, loose: Loose) -> None:

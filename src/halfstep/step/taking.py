@@ -9,29 +9,41 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.errors import DivergedError, StepRefusedError
+from halfstep.errors import ConfigError, DivergedError, StepRefusedError
 from halfstep.step import checks
-from halfstep.step.clipping import adopt
+from halfstep.step.clipping import adopt, clip, clip_to
 from halfstep.step.closures import step_with_closure
 from halfstep.step.deferred import Pending, Reading, divides_itself, step_on_device
 from halfstep.step.judging import defers, make_unscaled, measure, unscale
 from halfstep.step.marks import gradients, marks, parameters
+from halfstep.step.narrow import divides_late, has_fp16_gradients
 from halfstep.step.record import Record
 from halfstep.step.result import DeferredResult, Reason, StepResult
 from halfstep.step.scaling import Seen
+from halfstep.step.stalled import Before
 from halfstep.step.state import StepState
 from halfstep.step.verdict import Verdict, decide
 
 
-def take(state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | None) -> StepResult:
-    """Judge what is not judged yet, then step or refuse."""
+def take(
+    state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | None, max_norm: float | None = None, stalled: bool = False
+) -> StepResult:
+    """Judge what is not judged yet, then clip to `max_norm` and step, or refuse. stalled: measure what was rounded away."""
     record = state.record(optimizer)
     checks.refuse_states(optimizer, state.called)
+    before = Before(optimizer) if stalled else None
     if closure is not None:
+        if max_norm is not None:
+            raise ConfigError("max_norm= has no effect with a closure, whose gradients are used inside the optimizer", "Clip in the closure.")
         verdict = step_with_closure(state, optimizer, closure)
     else:
         adopt(state, optimizer)
         checks.refuse_settings(optimizer)
+        late = not record.unscaled and divides_late(optimizer) and (max_norm is not None or has_fp16_gradients(optimizer))
+        if max_norm is not None and not late:
+            clip(state, parameters(optimizer), max_norm, 2.0)
+        if late:
+            return _told(state, optimizer, record, _take_late(state, optimizer, record, max_norm), before)
         fused = not record.unscaled and divides_itself(optimizer)
         if fused and defers(state, optimizer):
             record.evidence = measure(state, optimizer)
@@ -46,9 +58,31 @@ def take(state: StepState, optimizer: Optimizer, closure: Callable[[], Any] | No
             else:
                 with state.taking_a_step():
                     optimizer.step()
+    return _told(state, optimizer, record, verdict, before)
+
+
+def _take_late(state: StepState, optimizer: Any, record: Record, max_norm: float | None) -> Verdict | None:
+    """A step of an optimizer that divides and clips gradients in its own pass. They stay as the backward pass left them."""
+    verdict = unscale(state, optimizer, divide=False)
+    if verdict is None or not verdict.fit:
+        return verdict
+    factor = clip_to(verdict.norm, max_norm) if max_norm is not None else 1.0
+    record.clipped = factor < 1.0
+    try:
+        with state.taking_a_step():
+            optimizer.step(factor=factor / state.scale_at_hand)
+    except BaseException:
+        record.forget()  # they are still scaled
+        raise
+    return verdict
+
+
+def _told(state: StepState, optimizer: Optimizer, record: Record, verdict: Verdict | None, before: Before | None) -> StepResult:
+    """What a step that was taken or refused has come to."""
     if verdict is None:
         return no_gradients(state, optimizer)
     record.verdict = verdict
+    record.stalled = before.share() if before is not None and verdict.fit else None
     loss = state.loss_of(optimizer)
     record.loss = record.loss if loss is None else loss  # some optimizers clear gradients in their step
     result = _result(state, verdict, record, state.scale_at_hand, heard=record.heard)
@@ -167,6 +201,7 @@ def _result(state: StepState, verdict: Verdict, record: Record, scale: float, he
         next_scale=state.scaling.after(overflow, seen) if blames else state.scaling.scale,
         replays=record.replays,
         culprits=verdict.culprits,
+        stalled=record.stalled,
         detail="bad at the lowest loss scale too, so the scale is not to blame" if verdict.persists else "",
         loss_tensor=record.loss,
     )

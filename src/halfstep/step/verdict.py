@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from halfstep import numerics
+from halfstep.kernels import cpu_kernels
 from halfstep.step.result import Culprit
 
 LARGEST_GRADIENT = 2.0**60  # a finite 1e21 makes AdamW's second moment inf, and the weight then never moves again
 NAMED = 8  # culprits named; one bad batch often makes every gradient bad
 FP16_NORMAL = 2.0**-14  # the smallest fp16 number that has all its bits
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIT, OVERFLOW, BAD_LOSS = 0.0, 1.0, 2.0
 
 Agree = Callable[[Tensor], Tensor]
@@ -67,21 +69,29 @@ class Evidence:
         return (self.values[2] > FIT).to(torch.float32)
 
 
-def gather(gradients: Sequence[Tensor], scale: float, loss: Tensor | None, agree: Agree | None = None, sense: bool = False) -> Evidence:
+def gather(
+    gradients: Sequence[Tensor], scale: float, loss: Tensor | None, agree: Agree | None = None, sense: bool = False, compiled: bool = False
+) -> Evidence:
     """Measure `gradients` (made under loss scale `scale`) and the `loss` (unscaled, or None) on the device of the first gradient.
 
     One pass for the norm; `sense` adds one for the largest magnitude and a sample for the subnormal share. `agree` makes the
-    largest badness, peak and share over all ranks everybody's. Nothing is read to the host.
+    largest badness, peak and share over all ranks everybody's. Nothing is read to the host. compiled: by the CPU's kernel where there is one, whose
+    sums are fp64; torch's own norms otherwise, which are those of its clip_grad_norm_ bit for bit.
     """
     device = gradients[0].device
     values = [numerics.stored(g) for g in gradients]
-    norms = numerics.norms(values, device)
-    norm = torch.linalg.vector_norm(norms)
+    kernels = cpu_kernels() if compiled and all(v.device.type == "cpu" and v.dtype in KERNEL_DTYPES for v in values) else None
+    if kernels is not None:
+        sums, peaks = kernels.squares(values)
+        norms, norm = sums.sqrt().float(), sums.sum().sqrt().float()
+    else:
+        norms = numerics.norms(values, device)
+        norm = torch.linalg.vector_norm(norms)
     seen = torch.zeros((), device=device) if loss is None else loss.detach().to(device, torch.float32)
     overflow = ~(norm <= LARGEST_GRADIENT * scale)
     badness = torch.where(torch.isfinite(seen), overflow.float() * OVERFLOW, BAD_LOSS)
     nothing = torch.zeros((), device=device)
-    peak = numerics.largest(values, device) if sense else nothing
+    peak = nothing if not sense else peaks.amax() if kernels is not None else numerics.largest(values, device)
     share = numerics.subnormal_share(values, FP16_NORMAL, device) if sense else nothing
     shared = torch.stack((badness, peak, share))
     if agree is not None:

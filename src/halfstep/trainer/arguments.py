@@ -70,7 +70,8 @@ class TrainingArguments:
         adam_beta2: decay of AdamW's second moment.
         adam_epsilon: AdamW's epsilon.
         max_grad_norm: clip unscaled gradients to this norm; 0 for no clipping.
-        optim: adamw_torch_fused, adamw_torch or sgd.
+        optim: adamw_torch_fused, adamw_torch, adamw_halfstep (halfstep.optim.AdamW) or sgd; auto is adamw_torch_fused for fp32 weights and states,
+            adamw_halfstep for 16-bit weights or other states. A torch optimizer is wrapped where weights or states need it.
         lr_scheduler_type: linear, cosine, constant or constant_with_warmup; advances with applied steps.
         warmup_steps: steps over which the learning rate rises from 0.
         warmup_ratio: the same as a share of all steps.
@@ -79,6 +80,7 @@ class TrainingArguments:
         eval_steps: applied steps between evaluations; logging_steps when not given.
         logging_strategy: log never, every logging_steps or after each epoch.
         logging_steps: applied steps between log lines.
+        log_stalled: at each of these, measure and log the share of updates that rounded away (a copy of the weights during that step).
         save_strategy: save checkpoints never, every save_steps or after each epoch; and at the end.
         save_steps: applied steps between checkpoints.
         save_total_limit: keep so many of the newest checkpoints; all when not given.
@@ -114,7 +116,7 @@ class TrainingArguments:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    optim: Literal["adamw_torch_fused", "adamw_torch", "sgd"] = "adamw_torch_fused"
+    optim: Literal["auto", "adamw_torch_fused", "adamw_torch", "adamw_halfstep", "sgd"] = "auto"
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
@@ -123,6 +125,7 @@ class TrainingArguments:
     eval_steps: int | None = None
     logging_strategy: Strategy = "steps"
     logging_steps: int = 500
+    log_stalled: bool = False
     save_strategy: Strategy = "steps"
     save_steps: int = 500
     save_total_limit: int | None = None
@@ -156,6 +159,8 @@ class TrainingArguments:
             raise ConfigError("warmup_steps and warmup_ratio were both given", "Leave one of them out.")
         if self.eval_steps is not None and self.eval_strategy != "steps":
             raise ConfigError(f"eval_steps={self.eval_steps} has no effect with eval_strategy={self.eval_strategy!r}", "Use eval_strategy='steps'.")
+        if self.log_stalled and self.logging_strategy != "steps":
+            raise ConfigError("log_stalled=True measures every logging_steps-th step", "Use logging_strategy='steps'.")
         if self.report_to not in (None, "none", [], ["none"]):
             raise ConfigError(f"report_to={self.report_to!r} is not supported", "Use 'none' and read metrics.jsonl, or write a TrainerCallback.")
         _ = self.policy  # refuses what contradicts itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from halfstep.errors import ConfigError
+from halfstep.optim import HALF, AdamW
 from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.callbacks import CallbackList
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:
@@ -30,7 +33,20 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:
     if args.optim == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=args.optim == "adamw_torch_fused")
+    stored = args.policy.weights != "fp32" or args.policy.states != "fp32" or any(p.dtype in HALF for p in trainable)
+    if args.optim == "adamw_halfstep" or (args.optim == "auto" and stored):
+        return AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, seed=args.seed)
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=args.optim != "adamw_torch")
+
+
+def step_options(args: TrainingArguments, optimizer: Any, callbacks: CallbackList, step: int) -> dict[str, Any]:
+    """What the optimizer is told at the step after `step` applied ones.
+
+    max_norm: clipping is left to its own pass, where it can and no callback looks at the gradients before the step.
+    stalled: the share of updates that round away is measured, since the step will be logged.
+    """
+    late = args.max_grad_norm > 0 and getattr(optimizer, "takes_factor", False) and not callbacks.listens("on_pre_optimizer_step")
+    return {"max_norm": args.max_grad_norm if late else None, "stalled": args.log_stalled and (step + 1) % args.logging_steps == 0}
 
 
 def make_scheduler(optimizer: Optimizer, args: TrainingArguments, steps: int) -> LRScheduler:

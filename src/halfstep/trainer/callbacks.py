@@ -76,6 +76,10 @@ class CallbackList:
         """Add a callback, or a class of callbacks to make one of."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
+    def listens(self, event: str) -> bool:
+        """Whether a callback does something at `event`."""
+        return any(getattr(type(c), event, None) not in (None, getattr(TrainerCallback, event, None)) for c in self.callbacks)
+
     def call(self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Run `event` on every callback that has it; returns the control to go on with."""
         for callback in self.callbacks:

@@ -45,6 +45,11 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)
             self._active = False
 
+    def stop_if_requested(self) -> None:
+        """Raise StopNow after the first Ctrl-C."""
+        if self.requested:
+            raise StopNow
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors.torch import save_model
-from torch import nn
 
 from halfstep import checkpoint
 from halfstep.errors import CheckpointError, ConfigError
@@ -137,16 +135,6 @@ class MetricsWriter(TrainerCallback):
         """Append the newest record; an evaluation before the first train() belongs to no run and is not written."""
         if self.run.entered:
             self.run.append(state.log_history[-1])
-
-
-def write_model(model: nn.Module, folder: Path) -> None:
-    """Write the model alone into `folder`: by its own `save_pretrained` where it has one, else as model.safetensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    own: Any = getattr(model, "save_pretrained", None)
-    if own is not None:
-        own(folder)
-    else:
-        save_model(model, str(folder / "model.safetensors"))
 
 
 def as_line(record: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedEr
 from halfstep.step import StepResult
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
-from halfstep.trainer.build import make_optimizer, make_scheduler
+from halfstep.trainer.build import make_optimizer, make_scheduler, step_options
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
 from halfstep.trainer.data import Collator, ColumnFilter, EpochStart, count_inputs, default_data_collator, from_batch, is_ours, make_loader
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
@@ -39,7 +39,7 @@ from halfstep.trainer.outputs import (
 )
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
-from halfstep.trainer.run import MetricsWriter, RunFolder, write_model
+from halfstep.trainer.run import MetricsWriter, RunFolder
 from halfstep.trainer.state import TrainerControl, TrainerState
 
 
@@ -95,7 +95,8 @@ class Trainer:
         self.settings = self.args.to_dict()  # what config.yaml gets
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
-        self._wants_predictions = False
+        self._wants_predictions = self._clips_late = False  # clipping is left to the optimizer's own pass
+        self._stalled: float | None = None  # of the last step, where it was measured
         self._event("on_init_end")
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -241,8 +242,7 @@ class Trainer:
             while window := list(itertools.islice(batches, self.args.gradient_accumulation_steps)):
                 yield self._step(window, loader)
                 self._act()
-                if self._interrupt.requested:
-                    raise StopNow
+                self._interrupt.stop_if_requested()
                 if self._finished() or self.control.should_epoch_stop:
                     break
             if self.state.batches_in_epoch == 0:
@@ -266,10 +266,9 @@ class Trainer:
         result = self._take_step(window)
         self.state.num_input_tokens_seen += sum(count_inputs(batch) for batch in window)
         self.state.replayed_steps += result.replays > 0
-        self.state.last_grad_norm = result.grad_norm
+        self.state.last_grad_norm, self._stalled = result.grad_norm, result.stalled
         if result.loss_tensor is not None:
-            self._loss_sum = self._loss_sum.to(result.loss_tensor.device) + result.loss_tensor
-            self._loss_count += 1
+            self._loss_sum, self._loss_count = self._loss_sum.to(result.loss_tensor.device) + result.loss_tensor, self._loss_count + 1
         self.state.batches_in_epoch += len(window)
         size = len(loader) if self._per_epoch is not None else max(1, self.state.batches_in_epoch)
         self.state.epoch = self.state.epoch_index + self.state.batches_in_epoch / size
@@ -291,19 +290,21 @@ class Trainer:
             self.training_step(self.model, self._inputs(batch))
             if i + 1 < len(window):
                 self._event("on_substep_end")
-        if self.args.max_grad_norm > 0:
+        if self.args.max_grad_norm > 0 and not self._clips_late:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self._event("on_pre_optimizer_step")
 
     def _take_step(self, window: list[Any]) -> StepResult:
         """Compute and step, and replay if need be. A step that ends the run is counted and logged before that."""
         compute = functools.partial(self._compute, window)
+        late = step_options(self.args, self.optimizer_in_use, self.callbacks, self.state.global_step)
+        self._clips_late = late["max_norm"] is not None
         try:
             if self.args.on_overflow == "replay":
-                result = self.accelerator.run_step(self.optimizer_in_use, compute)
+                result = self.accelerator.run_step(self.optimizer_in_use, compute, **late)
             else:
                 compute()
-                result = self.optimizer_in_use.step()
+                result = self.optimizer_in_use.step(**late)
         except (DivergedError, StepRefusedError) as error:
             self.state.skipped_steps += 1
             if error.result is not None:
@@ -338,11 +339,10 @@ class Trainer:
         """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""
         if not self._loss_count:
             return
-        mean = float(self._loss_sum) / self._loss_count
-        self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0
+        mean, self._loss_sum, self._loss_count = float(self._loss_sum) / self._loss_count, torch.zeros_like(self._loss_sum), 0
         rate, scale = self.scheduler_in_use.get_last_lr()[0], self.accelerator.scaler.get_scale()
         record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
-        self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+        self.log(record | ({} if self._stalled is None else {"stalled": self._stalled}) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _save(self) -> Path:
         self.state.loss_sum, self.state.loss_count = float(self._loss_sum), self._loss_count
@@ -373,8 +373,7 @@ class Trainer:
     def _pass(self, loader: Iterable[Any]) -> evaluation.Evaluation:
         def after_batch() -> None:
             self._event("on_prediction_step")
-            if self._interrupt.requested:
-                raise StopNow
+            self._interrupt.stop_if_requested()
 
         return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, after_batch)
 
@@ -385,8 +384,8 @@ class Trainer:
         self._event("on_log", logs=record)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model alone: by its own `save_pretrained` where it has one, else as model.safetensors."""
-        write_model(self.model, Path(output_dir) if output_dir is not None else self.run.path)
+        """Write the model alone, as `Accelerator.save_model` does: each weight in the dtype it was loaded in, from its master."""
+        self.accelerator.save_model(self.model, output_dir if output_dir is not None else self.run.path)
 
     def _event(self, name: str, **kwargs: Any) -> None:
         about = {

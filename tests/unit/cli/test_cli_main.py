@@ -8,6 +8,7 @@ import pytest
 from halfstep import __version__, doctor
 from halfstep.cli.main import COMMANDS, main
 from halfstep.cli.train import GROUPS
+from halfstep.policy import PRESETS, bytes_per_parameter
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
@@ -44,19 +45,25 @@ def test_the_help_of_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_says_what_the_device_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu"]) == 0
-    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line)
     facts = doctor("cpu").capabilities
     for name in ("fp32", "bf16", "fp16"):
         assert rows[name] == ("native" if name in facts.native else "emulated")
     assert rows["tf32"] == "not on this device"
     assert rows["advice"].startswith(("fp32: ", "bf16-mixed: ", "fp16-mixed: "))
     assert "torch" in rows["versions"]
+    for name, policy in PRESETS.items():
+        assert rows[f"{name}:"] == bytes_per_parameter(policy).text
 
 
 def test_doctor_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--device", "cpu"]) == 0
     facts = json.loads(capsys.readouterr().out)
+    memory = facts.pop("bytes_per_parameter")
     assert facts == json.loads(json.dumps(doctor("cpu").as_dict()))
+    assert list(memory) == list(PRESETS)
+    assert memory["bf16-mixed"] == {"castable": 16, "other": 16}
+    assert memory["bf16-lean"] == {"castable": 8.0625, "other": 10.0625}
     assert facts["device"] == "cpu"
     assert set(facts["native"]) | set(facts["emulated"]) == {"fp32", "bf16", "fp16"}
 

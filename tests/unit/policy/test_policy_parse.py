@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from dataclasses import asdict
+from typing import get_args
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import ConfigError
-from halfstep.policy import DTYPES, LARGEST_SCALE, PRESETS, LossScale, Policy, parse, power_of_two, preset_table
+from halfstep.policy import DTYPES, LARGEST_SCALE, PRESETS, LossScale, Policy, bytes_per_parameter, parse, power_of_two, preset_table
 from halfstep.policy.parse import FOREIGN, check
-from halfstep.policy.policy import KEYS
+from halfstep.policy.policy import KEYS, States, Weights
 
 quick = settings(deadline=None, max_examples=100, derandomize=True, database=None)
 names = st.from_regex(r"[a-z_*?][a-z0-9_.*?]{0,8}", fullmatch=True)
@@ -26,17 +27,19 @@ def policies(draw: st.DrawFn) -> Policy:
     """Every policy that `check` lets through: all combinations of preset and settings."""
     preset = draw(st.sampled_from(list(PRESETS)))
     base = PRESETS[preset]
-    if not base.is_mixed:
-        return dataclasses.replace(base, output=draw(st.sampled_from(["fp32", "compute"])))
+    base = dataclasses.replace(base, output=draw(st.sampled_from(["fp32", "compute"])), states=draw(st.sampled_from(get_args(States))))
+    if base.autocast == "fp32":
+        return base
     scale = base.scale
-    if preset == "fp16-mixed":
+    if base.autocast == "fp16":
         kind = draw(st.sampled_from(["none", "static", "dynamic"]))
         if kind == "dynamic":
             floor, start, ceiling = sorted(draw(st.lists(exponents, min_size=3, max_size=3)))
             scale = LossScale("dynamic", 2.0**start, 2.0**floor, 2.0**ceiling, draw(st.integers(1, 10_000)))
         else:
             scale = LossScale(kind, 2.0 ** draw(exponents)) if kind == "static" else LossScale("none")
-    return dataclasses.replace(base, tf32=draw(st.booleans()), scale=scale, output=draw(st.sampled_from(["fp32", "compute"])), fp32=draw(patterns))
+    weights = [w for w in get_args(Weights) if (w != "fp32" or base.weights == "fp32") and (w != "plain" or not base.is_lean)]
+    return dataclasses.replace(base, tf32=draw(st.booleans()), scale=scale, fp32=draw(patterns), weights=draw(st.sampled_from(weights)))
 
 
 def read(text: str) -> Policy | ConfigError:
@@ -48,6 +51,8 @@ def read(text: str) -> Policy | ConfigError:
 
 
 VALUES = {
+    "weights": ["fp32", "split", "split24", "kahan", "stochastic", "plain", "half"],
+    "states": ["fp32", "bf16", "int8", "fp16"],
     "tf32": ["on", "off"],
     "scale": ["none", "none:1024", "static:1024", "static:2^20", "dynamic", "dynamic:65536", "dynamic:2^10", "static"],
     "scale_floor": ["1", "2^4", "0.5", "2^33"],
@@ -94,9 +99,9 @@ def test_any_text_is_refused_or_reads_back_from_its_print(preset: str, order: li
         assert parse(str(answer)) == answer
 
 
-@pytest.mark.parametrize("key", ["tf32", "scale_window", "output", "fp32"])
+@pytest.mark.parametrize("key", ["tf32", "scale_window", "output", "fp32", "weights", "states"])
 def test_one_setting_changes_one_field(key: str) -> None:
-    text = {"tf32": "on", "scale_window": "7", "output": "compute", "fp32": "head"}[key]
+    text = {"tf32": "on", "scale_window": "7", "output": "compute", "fp32": "head", "weights": "kahan", "states": "bf16"}[key]
     field = "scale" if key.startswith("scale") else key
     before, after = asdict(PRESETS["fp16-mixed"]), asdict(parse(f"fp16-mixed,{key}={text}"))
     assert [name for name in before if before[name] != after[name]] == [field]
@@ -119,6 +124,35 @@ def test_dtype_follows_autocast(name: str) -> None:
     policy = Policy(autocast=name)
     assert policy.dtype == getattr(torch, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[name])
     assert policy.is_mixed == (name != "fp32")
+
+
+# preset: mixed (autocast), lean (castable weights in 16 bits), whole, dtype of the 16-bit weights
+KINDS = {
+    "fp32": (False, False, False, torch.float32),
+    "tf32": (False, False, False, torch.float32),
+    "bf16-mixed": (True, False, False, torch.float32),
+    "fp16-mixed": (True, False, False, torch.float32),
+    "bf16-lean": (True, True, False, torch.bfloat16),
+    "fp16-lean": (True, True, False, torch.float16),
+    "bf16-true": (False, False, True, torch.bfloat16),
+    "fp16-true": (False, False, True, torch.float16),
+    "bf16-mixed,weights=split24": (True, True, False, torch.bfloat16),
+    "fp16-mixed,weights=plain": (True, False, False, torch.float16),
+    "bf16-lean,weights=stochastic": (True, True, False, torch.bfloat16),
+    "bf16-true,weights=plain,fp32=*norm*": (False, False, True, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(("text", "kind"), KINDS.items(), ids=list(KINDS))
+def test_what_a_policy_does_with_weights(text: str, kind: tuple[bool, bool, bool, torch.dtype]) -> None:
+    p = parse(text)
+    assert (p.is_mixed, p.is_lean, p.whole, p.weight_dtype) == kind
+    assert p.dtype == torch.float32 if p.autocast == "fp32" else p.dtype in (torch.bfloat16, torch.float16)
+
+
+def test_every_preset_is_of_a_known_kind() -> None:
+    assert set(PRESETS) <= set(KINDS)
+    assert {(p.weights, p.states) for p in PRESETS.values() if p.is_lean} == {("split", "int8")}
 
 
 def test_a_policy_is_frozen() -> None:
@@ -213,6 +247,20 @@ REFUSED = [  # text, words of the cause, words of the remedy
     ("fp16-mixed,scale=dynamic:4,scale_floor=8", ["starts at 4", "[8,"], ["scale_floor"]),
     ("fp16-mixed,scale_ceiling=8", ["65536", "8]"], ["scale_ceiling"]),
     ("fp16-mixed,scale=static:2^33", ["2^33", "above 2^32"], ["2^32 or less"]),
+    ("bf16-lean,weights=splt", ["weights", "'splt'"], ["Did you mean 'split'?"]),
+    ("bf16-lean,states=fp16", ["states", "'fp16'"], ["Did you mean 'bf16'?"]),
+    ("fp32,weights=split", ["weights=split", "no effect under fp32"], ["'bf16-lean,states=fp32'"]),
+    ("tf32,weights=kahan,states=int8", ["weights=kahan", "no effect under tf32"], ["'bf16-lean,weights=kahan,tf32=on'"]),
+    ("fp32,weights=plain", ["weights=plain", "no effect under fp32"], ["'bf16-true,weights=plain,states=fp32'"]),
+    ("bf16-lean,weights=fp32", ["weights=fp32", "bf16-lean"], ["'bf16-mixed,states=int8'"]),
+    ("fp16-lean,weights=fp32,fp32=head", ["weights=fp32", "fp16-lean"], ["'fp16-mixed,states=int8,fp32=head'"]),
+    ("bf16-true,weights=fp32", ["weights=fp32", "bf16-true"], ["'bf16-mixed,states=bf16'"]),
+    ("fp16-true,weights=fp32,states=int8", ["weights=fp32", "fp16-true"], ["'fp16-mixed,states=int8'"]),
+    ("bf16-lean,weights=plain", ["weights=plain", "bf16-lean"], ["bf16-true,weights=plain", "bf16-mixed,weights=plain"]),
+    ("bf16-lean,scale=static:8", ["scale=static:8", "bf16-lean"], ["fp16-lean"]),
+    ("bf16-true,scale=dynamic", ["scale=dynamic", "bf16-true"], ["fp16-true"]),
+    ("bf16-true,ops=device", ["ops=device", "no autocast"], ["bf16-lean", "fp32=PATTERN"]),
+    ("fp16-true,half_ops=softmax", ["half_ops=softmax", "fp16-true"], ["fp16-lean"]),
     *((spelling, ["unknown precision", repr(spelling)], [repr(ours)]) for spelling, ours in FOREIGN.items()),
 ]
 
@@ -230,7 +278,20 @@ def test_refusals_name_cause_and_remedy(text: str, cause: list[str], remedy: lis
     assert error.remedy in str(error)
 
 
-@pytest.mark.parametrize("foreign", ["no", "32", "32-true", "16", "16-mixed", "fp16", "bf16"])
+ADVISED = [text for text, _, _ in REFUSED if "weights=" in text and text not in ("bf16-lean,weights=splt", "bf16-lean,weights=plain")]
+
+
+@pytest.mark.parametrize("text", ADVISED)
+def test_the_precision_that_a_refused_weights_setting_is_answered_with_is_accepted(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    (advised,) = re.findall(r"'([^']+)'", caught.value.remedy)
+    assert str(parse(advised)) == advised
+    kept = {part for part in text.split(",") if part.startswith(("fp32=", "states="))}
+    assert all(getattr(parse(advised), key) in ((value,), value) for key, _, value in (part.partition("=") for part in kept))
+
+
+@pytest.mark.parametrize("foreign", ["no", "32", "32-true", "16", "16-mixed", "16-true", "fp16", "bf16"])
 def test_foreign_spellings_are_answered_with_a_preset_that_works(foreign: str) -> None:
     assert FOREIGN[foreign] in PRESETS
     assert foreign not in PRESETS
@@ -245,6 +306,11 @@ MALFORMED = [  # values of Policy that no text gives
     (Policy("bf16-mixed"), "bf16-mixed"),
     (Policy("fp16-mixed"), "fp16-mixed"),
     (Policy("fp32", autocast="bf16"), "fp32"),
+    (Policy("bf16-mixed", autocast="bf16", whole=True), "whole=True"),
+    (Policy("bf16-true", autocast="bf16", weights="kahan"), "whole=False"),
+    (Policy("bf16-lean", autocast="bf16", states="int8"), "weights=fp32"),
+    (Policy("bf16-lean", autocast="bf16", weights="half"), "'half'"),  # type: ignore[arg-type]
+    (Policy("fp32", states="int4"), "'int4'"),  # type: ignore[arg-type]
 ]
 
 
@@ -267,5 +333,9 @@ def test_the_table_shows_every_preset_as_it_is() -> None:
         assert cells["tf32"] == ("on" if policy.tf32 else "off")
         assert cells["loss scale"].startswith(policy.scale.kind)
         assert (f"{policy.scale.init:.0f}" in cells["loss scale"]) == (policy.scale.kind == "dynamic")
+        assert (cells["weights"], cells["states"]) == (policy.weights, policy.states)
+        numbers = [float(n) for n in cells["bytes per weight, AdamW"].split(" / ")]
+        footprint = bytes_per_parameter(policy)
+        assert (numbers[0], numbers[-1]) == pytest.approx((footprint.castable.total, footprint.other.total), abs=0.005)
         assert cells["in words"]
     assert preset_table() == preset_table()

@@ -17,20 +17,47 @@ P40 = replace(T4, name="Tesla P40", level="6.1", native=("fp32",), emulated=("bf
 
 FP32_MODEL = ModelFacts((("a.weight", "fp32"), ("b.weight", "fp32")))
 BF16_MODEL = ModelFacts((("a.weight", "fp32"), ("b.weight", "bf16"), ("c.weight", "fp16")))
+FP16_MODEL = ModelFacts((("a.weight", "fp32"), ("c.weight", "fp16")))
 FP64_MODEL = ModelFacts((("a.weight", "other"), ("b.weight", "fp32")))
 
 # rule: (policy, device, model) that it fires for, one that it does not, words of the cause, words of the remedy
 CASES = {
     "tf32-device": (("tf32", T4, FP32_MODEL), ("tf32", A100, FP32_MODEL), ["tf32", "cuda:0", "Tesla T4"], ["Ampere", "fp32"]),
     "weights-16-bit": (
+        ("tf32", A100, BF16_MODEL),
         ("bf16-mixed", A100, BF16_MODEL),
-        ("bf16-mixed", A100, FP32_MODEL),
-        ["2 (the first is 'b.weight')", "3 trainable", "16-bit", "bf16-mixed"],
-        ["torch.float32", "model.float()"],
+        ["2 (the first is 'b.weight')", "3 trainable", "16-bit", "tf32"],
+        ["torch.float32", "model.float()", "bf16-mixed", "bf16-lean"],
+    ),
+    "plain-other-format": (
+        ("bf16-mixed,weights=plain", A100, FP16_MODEL),
+        ("fp16-mixed,weights=plain", A100, FP16_MODEL),
+        ["1 (the first is 'c.weight')", "2 trainable", "loaded in fp16", "weights=plain", "bf16"],
+        ["fp16-mixed,weights=plain", "load the model in bf16"],
+    ),
+    "plain-without-16-bit": (
+        ("bf16-mixed,weights=plain", A100, FP32_MODEL),
+        ("bf16-true,weights=plain", A100, FP32_MODEL),
+        ["weights=plain", "no effect", "none of its 2 parameters"],
+        ["Leave it out", "bf16-true,weights=plain"],
     ),
     "weights-other": (("fp32", A100, FP64_MODEL), ("fp32", A100, FP32_MODEL), ["1 (the first is 'a.weight')", "2 trainable"], ["model.float()"]),
     "emulated-gpu": (("bf16-mixed", T4, FP32_MODEL), ("fp16-mixed", T4, FP32_MODEL), ["Tesla T4", "7.5", "bf16"], ["fp16-mixed", "faster"]),
     "emulated-cpu": (("bf16-mixed", CPU, FP32_MODEL), ("bf16-mixed", CPU_BF16, FP32_MODEL), ["this CPU", "bf16"], ["not faster"]),
+    "emulated-cpu-whole": (("fp16-true", CPU_BF16, FP32_MODEL), ("bf16-true", CPU_BF16, FP32_MODEL), ["this CPU", "fp16"], ["fp16-lean"]),
+    "loaded-16-bit": (
+        ("fp16-mixed", A100, FP16_MODEL),
+        ("fp16-mixed", A100, FP32_MODEL),
+        ["1 of the 2 trainable", "loaded in fp16", "stored as split", "go up to fp32"],
+        ["loaded in fp32", "weights=plain"],
+    ),
+    "loaded-other-16-bit": (
+        ("bf16-lean", A100, FP16_MODEL),
+        ("fp16-lean", A100, FP32_MODEL),
+        ["1 of the 2 trainable", "loaded in fp16", "go up to fp32", "from there to bf16"],
+        ["loaded in fp32", "fp16-mixed"],
+    ),
+    "plain": (("bf16-true,weights=plain", A100, FP32_MODEL), ("bf16-true", A100, FP32_MODEL), ["nothing beside bf16", "lost"], ["weights=split"]),
 }
 BY_NAME = {rule.name: rule for rule in RULES}
 Case = tuple[str, Capabilities, ModelFacts]
@@ -121,5 +148,57 @@ def test_model_facts_pick_by_format() -> None:
 
 
 def test_refusals_come_before_notes() -> None:
-    with pytest.raises(PolicyError, match="16-bit"):
-        resolve(PRESETS["bf16-mixed"], CPU, BF16_MODEL)
+    with pytest.raises(PolicyError, match="neither fp32 nor 16-bit"):
+        resolve(PRESETS["bf16-mixed"], CPU, FP64_MODEL)
+
+
+LINES = {  # precision, model -> storage of the 16-bit weights, the line about weights and states
+    ("fp32", FP32_MODEL): ("fp32", "fp32 weights, loss scale none"),
+    ("fp32,states=int8", FP32_MODEL): ("fp32", "fp32 weights, int8 optimizer states, loss scale none"),
+    ("bf16-mixed", FP32_MODEL): ("fp32", "fp32 weights, loss scale none"),
+    ("bf16-mixed", BF16_MODEL): ("split", "castable bf16 weights (split), loss scale none"),
+    ("bf16-mixed", FP16_MODEL): ("fp32", "fp32 weights, loss scale none"),
+    ("bf16-mixed,weights=kahan", BF16_MODEL): ("kahan", "castable bf16 weights (kahan), loss scale none"),
+    ("fp16-mixed,weights=plain", FP16_MODEL): ("plain", "fp16 weights as loaded (nothing beside them), loss scale dynamic:65536"),
+    ("bf16-lean", FP32_MODEL): ("split", "castable bf16 weights (split), int8 optimizer states, loss scale none"),
+    ("bf16-lean,weights=split24", FP16_MODEL): ("split24", "castable bf16 weights (split24), int8 optimizer states, loss scale none"),
+    ("bf16-true", FP32_MODEL): ("kahan", "bf16 weights (kahan), bf16 optimizer states, loss scale none"),
+    ("bf16-true", FP16_MODEL): ("kahan", "bf16 weights (kahan), bf16 optimizer states, loss scale none"),
+    ("bf16-true,weights=plain,states=fp32", BF16_MODEL): ("plain", "bf16 weights (nothing beside them), loss scale none"),
+    ("fp16-true", FP32_MODEL): ("split", "fp16 weights (split), loss scale dynamic:65536"),
+}
+
+
+@pytest.mark.parametrize(("text", "model"), list(LINES), ids=[f"{text}-{model.trainable[-1][1]}" for text, model in LINES])
+def test_the_line_says_how_weights_and_states_are_kept(text: str, model: ModelFacts) -> None:
+    storage, words = LINES[text, model]
+    resolution = resolve(parse(text), A100, model)
+    assert resolution.weights == storage
+    products = "" if resolution.policy.autocast == "fp32" else f"{resolution.policy.autocast} products (native), "
+    assert str(resolution).splitlines()[0] == f"precision {text} on cuda:0, {products}{words}"
+
+
+def test_a_model_loaded_in_both_16_bit_formats_is_told_about_both() -> None:
+    notes = resolve(PRESETS["bf16-mixed"], A100, BF16_MODEL).notes
+    assert [note.split(":")[0] for note in notes] == [
+        "1 of the 3 trainable parameters were loaded in bf16",
+        "1 of the 3 trainable parameters were loaded in fp16, and products run in bf16",
+    ]
+
+
+@pytest.mark.parametrize("preset", ["bf16-true", "fp16-true"])
+@pytest.mark.parametrize("model", [FP32_MODEL, BF16_MODEL, FP16_MODEL])
+def test_a_whole_16_bit_model_may_be_loaded_in_any_format(preset: str, model: ModelFacts) -> None:
+    assert resolve(PRESETS[preset], A100, model).notes == ()
+
+
+def test_plain_weights_are_resolved_without_a_model_too() -> None:
+    """An accelerator resolves its policy before it has seen a model."""
+    (note,) = resolve(parse("bf16-mixed,weights=plain"), A100).notes
+    assert note.startswith("weights=plain: there is nothing beside bf16 weights")
+
+
+@pytest.mark.parametrize("family", ["mixed", "lean", "true"])
+def test_where_bf16_is_slow_the_advice_stays_in_the_family(family: str) -> None:
+    (note,) = resolve(PRESETS[f"bf16-{family}"], T4, FP32_MODEL).notes
+    assert note.endswith(f"fp16-{family} is faster here.")

@@ -1,0 +1,177 @@
+"""Which weights can live in 16 bits with the forward pass unchanged: those that autocast only ever casts.
+
+Two rules, and a weight must pass both. The owner rule looks at the modules that hold it: every one is of a kind whose forward pass hands this weight
+to a 16-bit product and does nothing else with it. The use rule looks at one forward pass: whatever happened to the weight was a cast to the 16-bit
+format. A weight that this forward pass did not reach (an expert that no token went to) passes by the owner rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.amp.ops import LOW_ON_CUDA_ONLY
+from halfstep.amp.rehearsal import storage_of
+from halfstep.policy import Policy, select
+
+LARGEST_FP16 = 2.0**15  # larger weights stay fp32: a step could take them out of fp16's range
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of module whose forward pass only casts its weights. ops: the functions of torch that it hands them to, one of which would do to keep them fp32."""
+
+    type: type[nn.Module]
+    weights: tuple[str, ...]  # names, or beginnings of names that end in _
+    ops: tuple[str, ...]
+
+
+PAIR = ("weight", "bias")
+RECURRENT = ("weight_", "bias_")
+KINDS = (
+    Kind(nn.Linear, PAIR, ("linear",)),
+    *(Kind(getattr(nn, f"Conv{n}d"), PAIR, (f"conv{n}d",)) for n in (1, 2, 3)),
+    *(Kind(getattr(nn, f"ConvTranspose{n}d"), PAIR, (f"conv_transpose{n}d",)) for n in (1, 2, 3)),
+    Kind(nn.LSTM, RECURRENT, ("lstm",)),
+    Kind(nn.GRU, RECURRENT, ("gru",)),
+    Kind(nn.RNN, RECURRENT, ("rnn_tanh", "rnn_relu")),
+    Kind(nn.LSTMCell, RECURRENT, ("lstm_cell",)),
+    Kind(nn.GRUCell, RECURRENT, ("gru_cell",)),
+    Kind(nn.RNNCell, RECURRENT, ("rnn_tanh_cell", "rnn_relu_cell")),
+    # its bias_k and bias_v are joined to fp32 keys; nn.Bilinear is not here: autocast runs it in the widest format of its operands
+    Kind(nn.MultiheadAttention, ("in_proj_", "q_proj_", "k_proj_", "v_proj_"), ("linear",)),
+)
+FOREIGN = (("transformers.", "Conv1D", PAIR, ("addmm",)),)  # package, class, weights, ops: known by name, so that nothing needs be imported
+
+
+def castable(module: nn.Module, policy: Policy, device: torch.device, run: Callable[[], Any], apart: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the fp32 parameters of `module` that pass both rules, in the module's order; a tied one by its first name.
+
+    run: one forward pass under the policy, with gradients off; it should leave no trace (`Rehearsal`). apart: names of parts that are bound to a
+    policy of their own, whose parameters are left alone.
+    """
+    allowed = owned(module, policy, device, apart)
+    watch = _Uses(allowed, policy.dtype)
+    with watch:
+        run()
+    return tuple(name for name in allowed if name not in watch.direct)
+
+
+def owned(module: nn.Module, policy: Policy, device: torch.device, apart: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """The parameters that pass the owner rule, by name: fp32 ones, and those in the policy's 16-bit format already.
+
+    Not among them: parts of modules that `policy.fp32` holds in fp32, parametrized and normed weights, views of each other, frozen weights that the
+    16-bit format does not hold exactly, and under fp16 weights of a magnitude above 2^15.
+    """
+    held = (*(select((name for name, _ in module.named_modules()), policy.fp32) if policy.fp32 else ()), *apart)
+    owners: dict[int, list[bool]] = {}
+    found: dict[str, nn.Parameter] = {}
+    for place, part in module.named_modules(remove_duplicate=False):
+        free = not any(place == h or place.startswith(f"{h}.") or not h for h in held)
+        for name, p in part._parameters.items():
+            if p is not None:
+                found.setdefault(f"{place}.{name}" if place else name, p)
+                owners.setdefault(id(p), []).append(free and _only_casts(part, name, policy, device))
+    views = _overlapping(list({id(p): p for p in found.values()}.values()))
+    passed: dict[int, str] = {}
+    for name, p in found.items():
+        if id(p) not in passed and id(p) not in views and all(owners[id(p)]) and _fits(p, policy.dtype):
+            passed[id(p)] = name
+    return {name: found[name] for name in passed.values()}
+
+
+def _only_casts(part: nn.Module, name: str, policy: Policy, device: torch.device) -> bool:
+    """Whether this module hands the weight of that name to 16-bit products and does nothing else with it."""
+    weights, ops, forward = (), (), None  # type: tuple[str, ...], tuple[str, ...], Any
+    for kind in KINDS:
+        if isinstance(part, kind.type):
+            weights, ops, forward = kind.weights, kind.ops, kind.type.forward
+            break
+    for package, known, its_weights, its_ops in FOREIGN:
+        for base in type(part).__mro__:
+            if base.__name__ == known and base.__module__.startswith(package):
+                weights, ops, forward = its_weights, its_ops, vars(base).get("forward")
+    if not any(name == w or (w[-1] == "_" and name.startswith(w)) for w in weights) or forward_of(part) is not forward:
+        return False
+    if getattr(part, "parametrizations", None) is not None and name in part.parametrizations:
+        return False
+    on_device = policy.ops == "cuda" or device.type == "cuda" or not any(op in LOW_ON_CUDA_ONLY for op in ops)
+    return on_device and not any(op in policy.fp32_ops for op in ops)
+
+
+def forward_of(part: nn.Module) -> Any:
+    """The function that a module's forward pass runs, below what `bind` has put around it."""
+    forward = part.__dict__.get("forward")
+    if forward is None:
+        return type(part).forward
+    function = getattr(forward, "__func__", None)
+    if getattr(forward, "__self__", None) is not part or not isinstance(forward, MethodType):
+        return forward  # borrowed from elsewhere
+    return getattr(function, "halfstep_part_of", function)
+
+
+def _overlapping(parameters: list[nn.Parameter]) -> set[int]:
+    """Those that share memory with another parameter: casting one would part them."""
+    places: dict[int | None, list[tuple[int, int, int]]] = {}
+    for p in parameters:
+        if not torch.nn.parameter.is_lazy(p) and p.device.type != "meta" and p.numel():
+            places.setdefault(storage_of(p), []).append((p.data_ptr(), p.data_ptr() + _extent(p), id(p)))
+    found: set[int] = set()
+    for key, ranges in places.items():
+        end, last = 0, 0
+        for start, stop, who in sorted(ranges) if key is not None else ():
+            if start < end:
+                found |= {who, last}
+            if stop > end:
+                end, last = stop, who
+    return found
+
+
+def _extent(p: Tensor) -> int:
+    """Bytes from the first to the last element of a strided tensor."""
+    return p.element_size() * (1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True)))
+
+
+def _fits(p: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a weight may be stored in `dtype`: dense, fp32 or in that format already, in range, and exactly when it is frozen."""
+    if p.dtype not in (torch.float32, dtype) or p.layout != torch.strided or torch.nn.parameter.is_lazy(p) or p.device.type == "meta":
+        return False
+    values = p.detach()
+    if dtype == torch.float16 and p.numel() and not bool((values.abs() <= LARGEST_FP16).all()):
+        return False
+    return p.requires_grad or p.dtype == dtype or bool(torch.equal(values.to(dtype).float(), values))
+
+
+class _Uses(TorchDispatchMode):
+    """Notes which of the parameters are used other than by a cast to `dtype`, by the memory that ops are given."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watched: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.direct = dtype, set[str]()
+        self._names: dict[int | None, list[str]] = {}
+        for name, p in watched.items():
+            if p.dtype == torch.float32:  # a use of one that is 16-bit looks like a cast one's: these are told by their functions
+                self._names.setdefault(storage_of(p), []).append(name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not getattr(func, "is_view", False):
+            given = enumerate((*args, *kwargs.values()))
+            for place, t in ((i, t) for i, a in given for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)):
+                names = self._names.get(storage_of(t))
+                if names is not None and not self._casts(func, place, args, kwargs):
+                    self.direct.update(names)
+        return func(*args, **kwargs)
+
+    def _casts(self, func: Any, place: int, args: Any, kwargs: Any) -> bool:
+        if func is torch.ops.aten._to_copy.default:
+            return bool(kwargs.get("dtype") == self.dtype)
+        return func is torch.ops.aten.copy_.default and place == 1 and args[0].dtype == self.dtype

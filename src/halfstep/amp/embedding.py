@@ -1,0 +1,88 @@
+"""Gradients of 16-bit embedding tables, summed in fp32.
+
+A row of the table gets the sum of the gradients of all its places in the batch: thousands for a frequent token. Summed in 16 bits, all but the first
+few hundred of them round away. fp32 tables, as under `*-mixed` and `*-lean`, have no such sums; this is for tables that a policy holds in 16 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from halfstep.amp.mode import Route, Tables
+from halfstep.amp.ops import HALF
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a 16-bit table; the gradient of the table is summed in fp32 and rounded once, or stays fp32 where the table takes fp32 gradients.
+
+    Memory in the backward pass: 4 bytes per element of the table, freed at its end when the gradient is 16-bit.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, indices: Tensor, padding: int, by_frequency: bool) -> Tensor:
+        return torch.embedding(weight, indices)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        weight, indices, ctx.padding, ctx.by_frequency = inputs
+        ctx.shape = weight.shape
+        ctx.dtype = (weight.grad_dtype or torch.float32) if weight.is_leaf else weight.dtype  # None stands for any
+        ctx.save_for_backward(indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (indices,) = ctx.saved_tensors
+        rows, places = grad.reshape(-1, grad.shape[-1]), indices.reshape(-1)
+        with torch.autocast(grad.device.type, enabled=False):
+            total = torch.ops.aten.embedding_dense_backward(rows.float(), places, ctx.shape[0], ctx.padding, ctx.by_frequency)
+        return total.to(ctx.dtype), None, None, None
+
+
+def embedding(
+    dtype: torch.dtype,
+    func: Route,
+    /,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """F.embedding, with fp32 sums for the gradient of a 16-bit table: padding_idx and scale_grad_by_freq as in torch.
+
+    max_norm is applied by torch before the rows are read. Left to torch: tables in another format, those without a gradient, forward-mode derivatives, and
+    sparse=True, whose gradient is a list of rows and is summed by the optimizer that takes it. F.embedding_bag is left to torch as well: its sums over a bag
+    and its gradient are one kernel, whose modes (mean, max, weights per sample) would have to be written anew.
+    """
+    ours = weight.dtype in HALF and weight.requires_grad and torch.is_grad_enabled() and not sparse
+    if not ours or forward_ad._current_level >= 0 or not (padding_idx is None or -weight.shape[0] <= padding_idx < weight.shape[0]):
+        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if max_norm is not None:
+        with torch.no_grad():
+            func(input, weight, None, max_norm, norm_type)  # renormalizes the rows of the table
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return _Embedding.apply(weight, input, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
+
+
+ROUTE: dict[Any, Route] = {F.embedding: embedding}
+
+
+@functools.cache
+def with_embedding(tables: Tables) -> Tables:
+    """The same tables, in which embeddings have fp32 gradient sums, whether autocast is on or off."""
+    return Tables(
+        on={**tables.on, **ROUTE}, off={**tables.off, **ROUTE}, emulated=tables.emulated, island=tables.island and with_embedding(tables.island)
+    )
+
+
+with_embedding._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in autocast

@@ -1,0 +1,24 @@
+"""`halfstep export CHECKPOINT --dtype bf16 --output FOLDER`: the model of a checkpoint as safetensors."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from halfstep.checkpoint import export
+from halfstep.policy import DTYPES
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the folder and say where."""
+    parser = argparse.ArgumentParser(
+        "halfstep export",
+        description="Write the model of a checkpoint as model.safetensors (and config.json for a transformers model), "
+        "each weight rounded once from its fp32 master.",
+    )
+    parser.add_argument("checkpoint", help="a checkpoint-STEP folder of a run, or one that Accelerator.save_state wrote")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="format of the weights written (default: fp32)")
+    parser.add_argument("--output", required=True, help="a new folder")
+    options = parser.parse_args(argv)
+    print(f"wrote {export(options.checkpoint, options.output, options.dtype)} in {options.dtype}")
+    return 0

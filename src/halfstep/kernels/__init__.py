@@ -1,0 +1,3 @@
+"""Faster twins of the plain definitions in `halfstep.numerics`, with the same bits."""
+
+from halfstep.kernels.registry import cpu_kernels as cpu_kernels

@@ -1,0 +1,615 @@
+"""The compiled loops: numba twins of the plain definitions in `halfstep.numerics`, with equal bits.
+
+Composed, not multiplied: weights, gradients and states of a stretch are decoded into fp32 buffers that fit the first-level cache, the
+update rule runs on the buffers, and everything is encoded again. Which storage, codec and format it is costs one branch per stretch.
+Rules for this file: 32-bit operations only inside a loop (numba widens int32 to int64 unless told each time, and LLVM then no longer
+vectorises well); no fastmath where bits must agree with a definition; everything compiled stands in this one file, because numba's disk
+cache looks at the file of the outermost function alone.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.core.typing.templates import Signature
+from numba.extending import intrinsic
+
+i16, i32, i64, u8, i8, u32, f32, f64 = np.int16, np.int32, np.int64, np.uint8, np.int8, np.uint32, np.float32, np.float64
+
+STRETCH = 1024  # elements that are worked on at once: 4 fp32 buffers and the noise take 20 KB of a first-level cache
+APART = 48  # elements between buffers: at distances of 4096 bytes they would compete for the same cache sets
+BLOCK = 128  # elements that share a scale
+
+FP32, BF16, FP16 = 0, 1, 2  # formats of weights and gradients
+EXACT, SPLIT, SPLIT24, KAHAN, STOCHASTIC = 0, 1, 2, 3, 4  # storages; EXACT: fp32 as it is, or 16 bits with nothing beside them
+STATE_FP32, STATE_BF16, STATE_INT8 = 0, 1, 2  # codecs
+
+# columns of the tables
+WEIGHT, RESIDUAL, FIRST, FIRST_SCALES, SECOND, SECOND_SCALES = 0, 1, 2, 3, 4, 5
+K_STORAGE, K_WEIGHT, K_FIRST, K_SECOND = 0, 1, 2, 3
+S_FACTOR, S_DECAY, S_RISE1, S_KEEP2, S_RISE2, S_ROOT2, S_FLOOR, S_SIZE = 0, 1, 2, 3, 4, 5, 6, 7
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile for this machine without the interpreter's lock, kept on disk where numba finds a folder that it can write to."""
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder at all: compiled anew in every process
+        return numba.njit(nogil=True, error_model="numpy", **options)(function)  # type: ignore[no-any-return]
+
+
+def _part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of a compiled function."""
+    return numba.njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+def _pointer_to(dtype: Any) -> Any:
+    """An intrinsic that makes a pointer of an address held in an int64."""
+
+    @intrinsic
+    def at(context: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
+        def generate(context: Any, builder: Any, signature: Signature, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(dtype)(types.int64), generate
+
+    return at  # type: ignore[no-any-return]
+
+
+_at_f32, _at_i16, _at_i8, _at_u8 = _pointer_to(types.float32), _pointer_to(types.int16), _pointer_to(types.int8), _pointer_to(types.uint8)
+
+
+@_part
+def _floats(address, start, n):
+    return numba.carray(_at_f32(address + i64(4) * start), (n,), f32)
+
+
+@_part
+def _halves(address, start, n):
+    return numba.carray(_at_i16(address + i64(2) * start), (n,), i16)
+
+
+@_part
+def _bytes(address, start, n):
+    return numba.carray(_at_i8(address + start), (n,), i8)
+
+
+@_part
+def _codes(address, start, n):
+    return numba.carray(_at_u8(address + start), (n,), u8)
+
+
+# ---- one number ----------------------------------------------------------------------------------------------------------------
+
+
+@_part
+def _bf16_value(h):
+    return i32(i32(h) << i32(16)).view(f32)
+
+
+@_part
+def _fp16_value(h):
+    bits = i32(i32(h & i32(0x7FFF)) << i32(13))
+    value = i32(bits + i32(0x38000000)).view(f32)  # the exponent's bias goes from 15 to 127
+    if bits < i32(0x00800000):  # subnormal: a count of 2^-24
+        value = f32(i32(h & i32(0x7FFF))) * f32(5.9604644775390625e-08)
+    if bits >= i32(0x0F800000):  # inf or NaN
+        value = i32(bits | i32(0x7F800000)).view(f32)
+    return i32(f32(value).view(i32) | i32(i32(h & i32(0x8000)) << i32(16))).view(f32)
+
+
+@_part
+def _bf16_nearest(x):
+    b = f32(x).view(i32)
+    h = i32(i32(b + i32(i32(0x7FFF) + i32(i32(b >> i32(16)) & i32(1)))) >> i32(16))
+    if i32(b & i32(0x7FFFFFFF)) > i32(0x7F800000):
+        h = i32(0x7FC0)
+    return h
+
+
+@_part
+def _fp16_nearest(x):
+    b = f32(x).view(i32)
+    a = i32(b & i32(0x7FFFFFFF))
+    h = i32(i32(i32(a + i32(0xFFF)) + i32(i32(a >> i32(13)) & i32(1))) - i32(0x38000000)) >> i32(13)
+    if a < i32(0x38800000):  # below 2^-14: adding 0.5 rounds to a multiple of 2^-24
+        h = i32(f32(a.view(f32) + f32(0.5)).view(i32) - i32(0x3F000000))
+    if a >= i32(0x477FF000):  # 65520 and above
+        h = i32(0x7C00)
+    if a > i32(0x7F800000):
+        h = i32(0x7E00)
+    return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
+
+
+@_part
+def _bf16_stochastic(x, noise):
+    b = f32(x).view(i32)
+    a = i32(b & i32(0x7FFFFFFF))
+    h = min(i32(i32(a + noise) >> i32(16)), i32(0x7F7F))  # a finite number stays finite
+    if a >= i32(0x7F800000):
+        h = i32(a >> i32(16))
+    if a > i32(0x7F800000):
+        h = i32(0x7FC0)
+    return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
+
+
+@_part
+def _fp16_stochastic(x, noise):
+    b = f32(x).view(i32)
+    a = i32(b & i32(0x7FFFFFFF))
+    h = i32(i32(i32(a + i32(noise >> i32(3))) - i32(0x38000000)) >> i32(13))  # 13 bits are dropped
+    if a < i32(0x38800000):  # below 2^-14: parts of 2^-16 of a subnormal's distance
+        h = i32(i32(i32(min(f32(a.view(f32) * f32(1099511627776.0)), f32(134217728.0))) + noise) >> i32(16))
+    h = min(h, i32(0x7BFF))
+    if a == i32(0x7F800000):
+        h = i32(0x7C00)
+    if a > i32(0x7F800000):
+        h = i32(0x7E00)
+    return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
+
+
+@_part
+def _fp16_ulp_exponent(h):
+    """Exponent field (of fp32) of the distance of fp16 numbers at the code `h`."""
+    return i32(max(i32(i32(h >> i32(10)) & i32(31)), i32(1)) + i32(102))
+
+
+@_part
+def _fp16_saturated(x):
+    """Rounded to nearest even, stopping at 65504."""
+    h = _fp16_nearest(x)
+    if i32(h & i32(0x7FFF)) == i32(0x7C00) and f32(abs(x)) < f32(np.inf):
+        h = i32(h - i32(1))
+    return h
+
+
+@_part
+def _state_noise(bits):
+    y = u32(u32(bits) * u32(0x2C1B3C6D))
+    return u32(y ^ u32(y >> u32(15)))
+
+
+# ---- noise ---------------------------------------------------------------------------------------------------------------------
+
+
+@_part
+def _draw(key1, key2, start, out):
+    base = u32(start)
+    for i in range(out.shape[0]):
+        x = u32(u32(base + u32(i)) ^ key1)
+        x = u32(x ^ u32(x >> u32(16)))
+        x = u32(u32(x * u32(0x7FEB352D)) ^ key2)
+        x = u32(x ^ u32(x >> u32(15)))
+        x = u32(x * u32(0x846CA68B))
+        out[i] = u32(x ^ u32(x >> u32(16)))
+
+
+# ---- decoding: into an fp32 buffer ---------------------------------------------------------------------------------------------
+
+
+@_part
+def _read_bf16(source, factor, out):
+    for i in range(out.shape[0]):
+        out[i] = f32(_bf16_value(i32(source[i])) * factor)
+
+
+@_part
+def _read_fp16(source, factor, out):
+    for i in range(out.shape[0]):
+        out[i] = f32(_fp16_value(i32(source[i])) * factor)
+
+
+@_part
+def _read_fp32(source, factor, out):
+    for i in range(out.shape[0]):
+        out[i] = f32(source[i] * factor)
+
+
+@_part
+def _join_bf16(high, low, out):
+    for i in range(out.shape[0]):
+        out[i] = i32(i32(i32(high[i]) << i32(16)) + i32(low[i])).view(f32)
+
+
+@_part
+def _join_bf16_8(high, low, out):
+    for i in range(out.shape[0]):
+        out[i] = i32(i32(i32(high[i]) << i32(16)) + i32(i32(low[i]) << i32(8))).view(f32)
+
+
+@_part
+def _join_fp16(high, low, out):
+    for i in range(out.shape[0]):
+        h = i32(high[i])
+        unit = i32(i32(_fp16_ulp_exponent(h) - i32(16)) << i32(23)).view(f32)
+        out[i] = f32(_fp16_value(h) + f32(f32(i32(low[i])) * unit))
+
+
+@_part
+def _join_fp16_8(high, low, out):
+    for i in range(out.shape[0]):
+        h = i32(high[i])
+        unit = i32(i32(_fp16_ulp_exponent(h) - i32(16)) << i32(23)).view(f32)
+        out[i] = f32(_fp16_value(h) + f32(f32(i32(i32(low[i]) << i32(8))) * unit))
+
+
+@_part
+def _add_bf16(source, out):
+    for i in range(out.shape[0]):
+        out[i] = f32(out[i] + _bf16_value(i32(source[i])))
+
+
+@_part
+def _add_fp16(source, out):
+    for i in range(out.shape[0]):
+        out[i] = f32(out[i] + _fp16_value(i32(source[i])))
+
+
+@_part
+def _first_value(code, scale):
+    x = f32(f32(i32(abs(i32(code)))) * f32(1 / 127))
+    return f32(f32(x * x) * scale)
+
+
+@_part
+def _second_value(code, scale):
+    x = f32(f32(i32(code)) * f32(1 / 255))
+    x = f32(x * x)
+    return f32(f32(x * x) * scale)
+
+
+@_part
+def _read_first(codes, scales, out):
+    for block in range(scales.shape[0]):
+        begin, scale = block * BLOCK, scales[block]
+        for i in range(begin, min(begin + BLOCK, out.shape[0])):
+            x = _first_value(codes[i], scale)
+            out[i] = f32(-x) if i32(codes[i]) < i32(0) else x
+
+
+@_part
+def _read_second(codes, scales, out):
+    for block in range(scales.shape[0]):
+        begin, scale = block * BLOCK, scales[block]
+        for i in range(begin, min(begin + BLOCK, out.shape[0])):
+            out[i] = _second_value(codes[i], scale)
+
+
+# ---- the update rule: the twin of numerics.updates.adamw_ ------------------------------------------------------------------------
+
+
+@_part
+def _update(p, g, m, v, decay, rise1, keep2, rise2, root2, floor, size):
+    for i in range(p.shape[0]):
+        gi = g[i]
+        mi = f32(m[i] + f32(f32(gi - m[i]) * rise1))
+        vi = f32(f32(v[i] * keep2) + f32(f32(gi * gi) * rise2))
+        denominator = f32(f32(f32(np.sqrt(vi)) * root2) + floor)
+        p[i] = f32(f32(p[i] * decay) - f32(f32(mi / denominator) * size))
+        m[i] = mi
+        v[i] = vi
+
+
+# ---- encoding: out of an fp32 buffer -------------------------------------------------------------------------------------------
+
+
+@_part
+def _write_bf16(x, out):
+    for i in range(x.shape[0]):
+        out[i] = i16(_bf16_nearest(x[i]))
+
+
+@_part
+def _write_fp16(x, out):
+    for i in range(x.shape[0]):
+        out[i] = i16(_fp16_nearest(x[i]))
+
+
+@_part
+def _write_bf16_stochastic(x, bits, out):
+    for i in range(x.shape[0]):
+        out[i] = i16(_bf16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
+
+
+@_part
+def _write_fp16_stochastic(x, bits, out):
+    for i in range(x.shape[0]):
+        out[i] = i16(_fp16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
+
+
+@_part
+def _bf16_rest(x, h):
+    """What the code `h` misses of `x`, as a difference of bits."""
+    return min(max(i32(f32(x).view(i32) - i32(h << i32(16))), i32(-0x8000)), i32(0x8000))
+
+
+@_part
+def _fp16_rest(x, h):
+    """What the code `h` misses of `x`, in 2^-16 of the distance of fp16 numbers there."""
+    count = i32(i32(i32(270) - _fp16_ulp_exponent(h)) << i32(23)).view(f32)  # 2^16 over that distance
+    rest = f32(np.floor(f32(f32(x - _fp16_value(h)) * count)))
+    rest = min(max(rest, f32(-32768)), f32(32768)) if rest == rest else f32(0)
+    return i32(rest)
+
+
+@_part
+def _split_bf16(x, high, low):
+    for i in range(x.shape[0]):
+        h = _bf16_nearest(x[i])
+        high[i] = i16(h)
+        low[i] = i16(min(_bf16_rest(x[i], h), i32(0x7FFF)))
+
+
+@_part
+def _split_bf16_8(x, bits, high, low):
+    for i in range(x.shape[0]):
+        h = _bf16_nearest(x[i])
+        rest = i32(i32(_bf16_rest(x[i], h) + i32(bits[i] & u32(0xFF))) >> i32(8))
+        carried = rest == i32(128)
+        high[i] = i16(i32(h + i32(carried)))
+        low[i] = i8(i32(-128) if carried else rest)
+
+
+@_part
+def _split_fp16(x, high, low):
+    for i in range(x.shape[0]):
+        h = _fp16_saturated(x[i])
+        high[i] = i16(h)
+        low[i] = i16(min(_fp16_rest(x[i], h), i32(0x7FFF)))
+
+
+@_part
+def _split_fp16_8(x, bits, high, low):
+    for i in range(x.shape[0]):
+        h = _fp16_saturated(x[i])
+        rest = i32(i32(_fp16_rest(x[i], h) + i32(bits[i] & u32(0xFF))) >> i32(8))
+        if rest == i32(128):
+            if i32(h & i32(0x7FFF)) < i32(0x7BFF):
+                negative = i32(h & i32(0x8000)) != i32(0)
+                h = i32(h - i32(1)) if negative else i32(h + i32(1))
+                wider = (not negative) and i32(h & i32(0x3FF)) == i32(0) and h >= i32(0x0800)  # the next power of two: its ulp is twice as large
+                rest = i32(-64) if wider else i32(-128)
+            else:
+                rest = i32(127)
+        high[i] = i16(h)
+        low[i] = i8(rest)
+
+
+@_part
+def _kahan_bf16(x, high, low):
+    for i in range(x.shape[0]):
+        h = _bf16_nearest(x[i])
+        if i32(h & i32(0x7FFF)) == i32(0x7F80) and f32(abs(x[i])) < f32(np.inf):
+            h = i32(h - i32(1))
+        rest = f32(x[i] - _bf16_value(h))
+        high[i] = i16(h)
+        low[i] = i16(_bf16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
+
+
+@_part
+def _kahan_fp16(x, high, low):
+    for i in range(x.shape[0]):
+        h = _fp16_saturated(x[i])
+        rest = f32(x[i] - _fp16_value(h))
+        high[i] = i16(h)
+        low[i] = i16(_fp16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
+
+
+@_part
+def _write_bf16_first(x, bits, out):
+    for i in range(x.shape[0]):
+        out[i] = i16(_bf16_stochastic(x[i], i32(_state_noise(bits[i]) & u32(0xFFFF))))
+
+
+@_part
+def _write_bf16_second(x, bits, out):
+    for i in range(x.shape[0]):
+        out[i] = i16(_bf16_stochastic(x[i], i32(_state_noise(bits[i]) >> u32(16))))
+
+
+@_part
+def _largest(x):
+    """The largest magnitude in `x`."""
+    found = i32(0)
+    for i in range(x.shape[0]):
+        found = max(found, i32(f32(x[i]).view(i32) & i32(0x7FFFFFFF)))
+    return i32(found).view(f32)
+
+
+@_part
+def _write_first(x, bits, codes, scales):
+    for block in range(scales.shape[0]):
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, x.shape[0])
+        scale = _largest(x[begin:end])
+        scales[block] = scale
+        by = scale if scale > f32(0) else f32(1)
+        for i in range(begin, end):
+            value = f32(abs(x[i]))
+            t = f32(f32(np.sqrt(f32(value / by))) * f32(127))
+            k = min(i32(t), i32(126))
+            low = _first_value(k, scale)
+            high = _first_value(i32(k + i32(1)), scale)
+            chance = f32(f32(f32(i32(_state_noise(bits[i]) & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
+            if f32(value - low) > f32(f32(high - low) * chance):
+                k = i32(k + i32(1))
+            codes[i] = i8(i32(-k) if x[i] < f32(0) else k)
+
+
+@_part
+def _write_second(x, bits, codes, scales):
+    for block in range(scales.shape[0]):
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, x.shape[0])
+        scale = _largest(x[begin:end])
+        scales[block] = scale
+        by = scale if scale > f32(0) else f32(1)
+        for i in range(begin, end):
+            value = f32(x[i])
+            t = f32(f32(np.sqrt(f32(np.sqrt(f32(value / by))))) * f32(255))
+            k = min(i32(t), i32(254))
+            low = _second_value(k, scale)
+            high = _second_value(i32(k + i32(1)), scale)
+            chance = f32(f32(f32(i32(_state_noise(bits[i]) >> u32(16))) + f32(0.5)) * f32(1 / 65536))
+            if f32(value - low) > f32(f32(high - low) * chance):
+                k = i32(k + i32(1))
+            if value > f32(0):
+                k = max(k, i32(1))
+            codes[i] = u8(k)
+
+
+# ---- which of them -------------------------------------------------------------------------------------------------------------
+
+
+@_part
+def _read_weight(storage, form, weight, residual, start, out):
+    n = out.shape[0]
+    high = _halves(weight, start, n)
+    if storage == SPLIT and form == BF16:
+        _join_bf16(high, _halves(residual, start, n), out)
+    elif storage == SPLIT24 and form == BF16:
+        _join_bf16_8(high, _bytes(residual, start, n), out)
+    elif storage == SPLIT:
+        _join_fp16(high, _halves(residual, start, n), out)
+    elif storage == SPLIT24:
+        _join_fp16_8(high, _bytes(residual, start, n), out)
+    elif form == BF16:
+        _read_bf16(high, f32(1), out)
+        if storage == KAHAN:
+            _add_bf16(_halves(residual, start, n), out)
+    else:
+        _read_fp16(high, f32(1), out)
+        if storage == KAHAN:
+            _add_fp16(_halves(residual, start, n), out)
+
+
+@_part
+def _write_weight(x, bits, storage, form, weight, residual, start):
+    n = x.shape[0]
+    high = _halves(weight, start, n)
+    if form == BF16:
+        if storage == SPLIT:
+            _split_bf16(x, high, _halves(residual, start, n))
+        elif storage == SPLIT24:
+            _split_bf16_8(x, bits, high, _bytes(residual, start, n))
+        elif storage == KAHAN:
+            _kahan_bf16(x, high, _halves(residual, start, n))
+        elif storage == STOCHASTIC:
+            _write_bf16_stochastic(x, bits, high)
+        else:
+            _write_bf16(x, high)
+    elif storage == SPLIT:
+        _split_fp16(x, high, _halves(residual, start, n))
+    elif storage == SPLIT24:
+        _split_fp16_8(x, bits, high, _bytes(residual, start, n))
+    elif storage == KAHAN:
+        _kahan_fp16(x, high, _halves(residual, start, n))
+    elif storage == STOCHASTIC:
+        _write_fp16_stochastic(x, bits, high)
+    else:
+        _write_fp16(x, high)
+
+
+@_part
+def _read_gradient(form, address, start, factor, out):
+    """The gradient times `factor`: fp32 as it lies in memory where nothing is to be done, else in `out`."""
+    n = out.shape[0]
+    if form == FP32:
+        source = _floats(address, start, n)
+        if factor == f32(1):
+            return source
+        _read_fp32(source, factor, out)
+    elif form == BF16:
+        _read_bf16(_halves(address, start, n), factor, out)
+    else:
+        _read_fp16(_halves(address, start, n), factor, out)
+    return out
+
+
+@_part
+def _blocks(address, start, n):
+    return _floats(address, start // BLOCK, (n + BLOCK - 1) // BLOCK)
+
+
+@_part
+def _stretch(place, kind, s, key1, key2, gradient, form, start, n, buffers, all_bits):
+    storage, first, second = kind[K_STORAGE], kind[K_FIRST], kind[K_SECOND]
+    weight_is_fp32 = kind[K_WEIGHT] == FP32
+    bits = all_bits[:n]
+    if storage == SPLIT24 or storage == STOCHASTIC or first != STATE_FP32 or second != STATE_FP32:
+        _draw(key1, key2, start, bits)
+    p, m, v = buffers[0][:n], buffers[1][:n], buffers[2][:n]
+    if weight_is_fp32:
+        p = _floats(place[WEIGHT], start, n)
+    else:
+        _read_weight(storage, kind[K_WEIGHT], place[WEIGHT], place[RESIDUAL], start, p)
+    g = _read_gradient(form, gradient, start, s[S_FACTOR], buffers[3][:n])
+    if first == STATE_FP32:
+        m = _floats(place[FIRST], start, n)
+    elif first == STATE_BF16:
+        _read_bf16(_halves(place[FIRST], start, n), f32(1), m)
+    else:
+        _read_first(_bytes(place[FIRST], start, n), _blocks(place[FIRST_SCALES], start, n), m)
+    if second == STATE_FP32:
+        v = _floats(place[SECOND], start, n)
+    elif second == STATE_BF16:
+        _read_bf16(_halves(place[SECOND], start, n), f32(1), v)
+    else:
+        _read_second(_codes(place[SECOND], start, n), _blocks(place[SECOND_SCALES], start, n), v)
+    _update(p, g, m, v, s[S_DECAY], s[S_RISE1], s[S_KEEP2], s[S_RISE2], s[S_ROOT2], s[S_FLOOR], s[S_SIZE])
+    if first == STATE_BF16:
+        _write_bf16_first(m, bits, _halves(place[FIRST], start, n))
+    elif first == STATE_INT8:
+        _write_first(m, bits, _bytes(place[FIRST], start, n), _blocks(place[FIRST_SCALES], start, n))
+    if second == STATE_BF16:
+        _write_bf16_second(v, bits, _halves(place[SECOND], start, n))
+    elif second == STATE_INT8:
+        _write_second(v, bits, _codes(place[SECOND], start, n), _blocks(place[SECOND_SCALES], start, n))
+    if not weight_is_fp32:
+        _write_weight(p, bits, storage, kind[K_WEIGHT], place[WEIGHT], place[RESIDUAL], start)
+
+
+# ---- what is called ------------------------------------------------------------------------------------------------------------
+
+
+def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first, last):
+    buffers = np.empty((4, STRETCH + APART), dtype=f32)
+    bits = np.empty(STRETCH, dtype=u32)
+    for chunk in range(first, last):
+        t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
+        for start in range(begin, end, STRETCH):
+            n = min(STRETCH, end - start)
+            _stretch(places[t], kinds[t], scalars[t], keys[t, 0], keys[t, 1], gradients[t], forms[t], start, n, buffers, bits)
+
+
+def _squares(addresses, forms, chunks, sums, largest, first, last):
+    buffer = np.empty(STRETCH, dtype=f32)
+    for chunk in range(first, last):
+        t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
+        total, most = f64(0), f32(0)
+        bits = i32(0)
+        for start in range(begin, end, STRETCH):
+            n = min(STRETCH, end - start)
+            x = _read_gradient(forms[t], addresses[t], start, f32(1), buffer[:n])
+            total += _sum_of_squares(x)
+            bits = max(bits, f32(_largest(x)).view(i32))
+        sums[chunk] = total
+        largest[chunk] = i32(bits).view(f32)
+
+
+@numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc"})
+def _sum_of_squares(x):
+    total = f64(0)
+    for i in range(x.shape[0]):
+        value = f64(x[i])
+        total += value * value
+    return total
+
+
+adamw_chunks = _compiled(_adamw)
+squares_chunks = _compiled(_squares)

@@ -1,0 +1,43 @@
+"""Which kernels there are on this machine: the compiled ones for the CPU, or none."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from types import ModuleType
+
+SWITCH = "HALFSTEP_KERNELS"  # environment: "off" for the plain definitions everywhere
+
+logger = logging.getLogger("halfstep")
+
+
+def cpu_kernels() -> ModuleType | None:
+    """The module `halfstep.kernels.cpu`, or None where numba is not installed or the environment has HALFSTEP_KERNELS=off.
+
+    None is no error: the plain definitions give the same bits, slower, and one line in the log says so, once per process.
+    """
+    switch = os.environ.get(SWITCH, "on").lower()
+    if switch in ("off", "0", "false", "no"):
+        _say(f"{SWITCH}={switch}: optimizers step by the plain definitions, which give the same bits and take several times as long")
+        return None
+    return _load()
+
+
+@functools.cache
+def _load() -> ModuleType | None:
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:
+        _say(
+            f"numba cannot be imported ({error}): optimizers step by the plain definitions, which give the same bits and take several "
+            "times as long. Install the compiled kernels with: pip install 'halfstep[cpu]'"
+        )
+        return None
+    return importlib.import_module("halfstep.kernels.cpu")
+
+
+@functools.cache
+def _say(line: str) -> None:
+    logger.warning(line)

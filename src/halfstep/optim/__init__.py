@@ -1,0 +1,17 @@
+"""Optimizers whose 16-bit weights never stop moving, and what they keep: masters, storages, states."""
+
+from halfstep.optim.adamw import AdamW as AdamW
+from halfstep.optim.base import MasteredOptimizer as MasteredOptimizer
+from halfstep.optim.choose import with_masters as with_masters
+from halfstep.optim.codec import CODECS as CODECS
+from halfstep.optim.masters import HALF as HALF
+from halfstep.optim.masters import Master as Master
+from halfstep.optim.masters import attach as attach
+from halfstep.optim.masters import detach as detach
+from halfstep.optim.masters import digest as digest
+from halfstep.optim.masters import full_values as full_values
+from halfstep.optim.masters import keep as keep
+from halfstep.optim.masters import master_of as master_of
+from halfstep.optim.masters import refresh as refresh
+from halfstep.optim.storage import STORAGES as STORAGES
+from halfstep.optim.wrap import wrap as wrap

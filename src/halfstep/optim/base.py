@@ -1,0 +1,304 @@
+"""What optimizers with masters share: who has one, what is refused, and a state that resumes bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import CheckpointError, ConfigError, suggest
+from halfstep.numerics import Noise
+from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
+from halfstep.optim.masters import HALF, Master, attach, digest, master_of, storage_named
+from halfstep.optim.storage import STORAGES
+from halfstep.policy import Policy, parse
+
+logger = logging.getLogger("halfstep")
+
+
+class MasteredOptimizer(Optimizer):
+    """An optimizer that updates fp32 masters of 16-bit weights and keeps its states in one format.
+
+    A 16-bit weight that has no master gets one before the first step. States under a codec are encoded in place: `state[p]["exp_avg"]` then
+    holds the codes, `state[p]["exp_avg_scale"]` their scales.
+    """
+
+    takes_factor = True  # step(factor=) multiplies gradients on the way in, so that unscaling and clipping cost no pass of their own
+
+    weights: str | None  # storage asked for; None: that of masters there are, else split
+    codec: Codec
+    asked: tuple[str | None, str | None]  # weights and states as they were asked for
+    seed: int  # of the noise
+    steps: int  # taken so far: part of the noise
+    roles: Mapping[str, Role]  # which states may be encoded
+
+    def set_formats(self, policy: str | Policy | None, weights: str | None, states: str | None, seed: int) -> None:
+        """Take over what was asked for. Raises ConfigError for names that are not known, or that contradict the policy."""
+        if policy is not None:
+            known = parse(policy)
+            for name, given, theirs in (("weights", weights, known.weights), ("states", states, known.states)):
+                if given is not None and given != theirs:
+                    raise ConfigError(f"{name}={given} and a policy with {name}={theirs} were both given", "Leave one of them out.")
+            weights, states = known.weights if known.weights != "fp32" else None, known.states
+        self.asked = (weights, states)
+        states = states or "fp32"
+        if states not in CODECS:
+            raise ConfigError(f"states={states!r} is not known", suggest(str(states), CODECS))
+        if weights is not None:
+            storage_named(weights)
+        self.weights, self.codec, self.seed, self.steps = weights, CODECS[states], int(seed), 0
+        self._pending: dict[int, Mapping[str, Any]] = {}  # masters of a loaded state, by number of their parameter
+
+    def follow(self, policy: Policy) -> None:
+        """Take the formats of a policy where none were asked for. Raises ConfigError where others were."""
+        wanted = (policy.weights if policy.weights != "fp32" else None, policy.states)
+        for name, asked, theirs in zip(("weights", "states"), self.asked, wanted, strict=True):
+            if asked is not None and theirs is not None and asked != theirs:
+                raise ConfigError(
+                    f"this {type(self).__name__} was made with {name}={asked}, and the precision {policy} has {name}={theirs}",
+                    "Leave one of them out.",
+                )
+        self.weights = self.weights if self.asked[0] is not None else wanted[0]
+        if self.asked[1] is None and self.codec.name != policy.states:
+            if self.state:
+                raise ConfigError(
+                    f"this {type(self).__name__} has states in {self.codec.name} already, and the precision {policy} has states={policy.states}",
+                    "Prepare the optimizer before its first step.",
+                )
+            self.codec = CODECS[policy.states]
+
+    def everybody(self) -> list[Tensor]:
+        """All parameters in order. The place of one is its number."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def noise(self, number: int) -> Noise:
+        """The noise of this step for a parameter."""
+        return Noise(self.seed, number, self.steps)
+
+    def settle_masters(self) -> None:
+        """Before a step: every 16-bit weight with a gradient has a master, that of a loaded state where there is one."""
+        held = self.everybody()
+        self._take_pending(held)
+        fresh, narrow = 0, 0
+        for p in held:
+            if p.dtype not in HALF:
+                continue
+            narrow += 1
+            if p.grad is None:
+                continue
+            master = master_of(p)
+            if master is None:
+                if self.weights == "fp32":
+                    raise ConfigError(
+                        f"weights=fp32 was asked for, and a parameter of shape {tuple(p.shape)} is {_text(p.dtype)}",
+                        "Use weights=split, or model.float().",
+                    )
+                master = attach(p, self.weights or "split")
+                fresh += 1
+            if self.weights is not None and master.storage.name != self.weights:
+                raise ConfigError(
+                    f"weights={self.weights} was asked for, and a parameter of shape {tuple(p.shape)} has a {master.storage.name} master already",
+                    f"Use weights={master.storage.name}, as the policy of its model says.",
+                )
+        if self.weights not in (None, "fp32") and not narrow:
+            raise ConfigError(
+                f"weights={self.weights} has no effect: all {len(held)} parameters of this {type(self).__name__} are fp32",
+                "Leave it out, or bind the model to a *-lean or *-true policy (halfstep.amp.bind).",
+            )
+        if fresh:
+            storage = self.weights or "split"
+            logger.info("%d 16-bit parameters had no master weights and get %s", fresh, _described(storage))
+
+    def _take_pending(self, held: list[Tensor]) -> None:
+        pending, self._pending = self._pending, {}
+        strangers = [number for number, saved in pending.items() if not _adopt(held[number], saved, self.weights)]
+        if strangers:
+            logger.warning(
+                "the optimizer state holds masters of %d parameters (the first is number %d) whose weights are others now: their masters begin "
+                "at the weights as they are. Load the model's and the optimizer's state of the same step",
+                len(strangers),
+                strangers[0],
+            )
+
+    def decoded(self, state: Mapping[str, Any], key: str, p: Tensor) -> Tensor:
+        """A state in fp32, new unless it is kept in fp32 already."""
+        if state[key].dtype == torch.float32 and key + SCALE not in state:
+            return state[key]  # type: ignore[no-any-return]
+        known = codec_of(state, key)
+        assert known is not None
+        return known.decode(parts_of(state, key), self.roles[key], p.shape)
+
+    def encode(self, state: dict[str, Any], key: str, values: Tensor, number: int) -> None:
+        """Put fp32 `values` back as the state `key` of parameter `number`."""
+        if self.codec.name == "fp32":
+            if state[key] is not values:
+                put(state, key, {"": values})
+            return
+        role = self.roles[key]
+        bits = noise_of(self.noise(number).bits(values.numel(), values.device).view(values.shape), role)
+        put(state, key, self.codec.encode(values, role, bits))
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's form, with `masters` (storage, residual and a digest of the weight each belongs to, by number) and `format` beside it."""
+        held = self.everybody()
+        self._take_pending(held)
+        masters: dict[int, Any] = {}
+        for number, p in enumerate(held):
+            master = master_of(p)
+            if master is not None:
+                master.follow()
+                entry = {"storage": master.storage.name, "dtype": _text(p.dtype), "digest": digest(p)}
+                masters[number] = entry | ({} if master.residual is None else {"residual": master.residual})
+        about = {"weights": self.weights, "states": self.codec.name, "seed": self.seed, "steps": self.steps}
+        return super().state_dict() | {"masters": masters, "format": about}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state from `state_dict()`, or from the stock optimizer of the same name. Nothing is changed when it does not fit.
+
+        States in another format, and masters in another storage, are converted where that is exact. Masters whose weights are loaded later are kept
+        until then. Raises CheckpointError for another number of parameters, other shapes, and a conversion that would round.
+        """
+        held = self.everybody()
+        saved_groups = state_dict.get("param_groups")
+        sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups or ()]
+        if saved_groups is None or sizes != saved_sizes:
+            raise CheckpointError(
+                f"the state is of an optimizer with groups of {saved_sizes} parameters, and this one has {sizes}",
+                "Build the optimizer as the run that saved it did.",
+            )
+        order = [n for group in saved_groups for n in group["params"]]
+        place = {n: i for i, n in enumerate(order)}
+        states = {place[n]: self._converted(s, held[place[n]], place[n]) for n, s in state_dict["state"].items() if n in place}
+        masters = {int(n): m for n, m in (state_dict.get("masters") or {}).items()}
+        for n, entry in masters.items():
+            self._check_master(n, held[n] if n < len(held) else None, entry)
+        super().load_state_dict({"state": {}, "param_groups": saved_groups})
+        for number, values in states.items():
+            self.state[held[number]] = values
+        about = state_dict.get("format") or {}
+        self.seed, self.steps = int(about.get("seed", self.seed)), int(about.get("steps", self.steps))
+        self._pending = masters
+
+    def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
+        """The saved states of one parameter in this optimizer's format, on the parameter's device."""
+        state: dict[str, Any] = {}
+        for key, value in saved.items():
+            if key.endswith(SCALE) and key.removesuffix(SCALE) in saved:
+                continue
+            if not isinstance(value, Tensor) or key not in self.roles:
+                state[key] = _moved(key, value, p)
+                continue
+            parts, role = {e: t.to(p.device).clone() for e, t in parts_of(saved, key).items()}, self.roles[key]
+            known = codec_of(saved, key)
+            if known is None and value.shape == p.shape:  # fp64 and complex states are never encoded
+                state[key] = _moved(key, value, p)
+                continue
+            if known is None or (known.name != "int8" and value.shape != p.shape) or (known.name == "int8" and value.numel() != p.numel()):
+                raise CheckpointError(
+                    f"the saved {key} of parameter {number} is {_text(value.dtype)} {tuple(value.shape)}, and the parameter has {tuple(p.shape)}",
+                    "Build the model and the optimizer as the run that saved it did.",
+                )
+            if known.name != self.codec.name:
+                values = known.decode(parts, role, p.shape)
+                parts = self.codec.encode(values, role, None)
+                if not torch.equal(self.codec.decode(parts, role, p.shape), values):
+                    raise CheckpointError(
+                        f"the saved {key} of parameter {number} is in {known.name}, and {self.codec.name} would round it",
+                        f"Go on with states={known.name}, or start new states.",
+                    )
+            if parts[""].shape == p.shape and parts[""].stride() != p.stride():
+                parts[""] = torch.empty_like(p, dtype=parts[""].dtype).copy_(parts[""])
+            put(state, key, parts)
+        return state
+
+    def _check_master(self, number: int, p: Tensor | None, entry: Mapping[str, Any]) -> None:
+        residual = entry.get("residual")
+        if p is None or entry["storage"] not in STORAGES or (residual is not None and residual.shape != p.shape):
+            raise CheckpointError(
+                f"the saved master of parameter {number} is {entry['storage']} {tuple(residual.shape) if residual is not None else ''}, and does "
+                f"not fit {'any parameter here' if p is None else tuple(p.shape)}",
+                "Build the model and the optimizer as the run that saved it did.",
+            )
+        master = master_of(p)
+        wanted = master.storage.name if master is not None else self.weights
+        if wanted not in (None, "fp32", entry["storage"]) and not _converts(p, entry, wanted):
+            raise CheckpointError(
+                f"the saved master of parameter {number} is {entry['storage']}, and {wanted} would round it",
+                f"Go on with weights={entry['storage']}, or start from the weights in model.safetensors.",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        masters = [(number, m) for number, p in enumerate(self.everybody()) if (m := master_of(p)) is not None]
+        own = {k: self.__dict__[k] for k in ("weights", "codec", "seed", "steps", "asked", "_pending", "_compiled") if k in self.__dict__}
+        return super().__getstate__() | own | {"carried": masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        masters: Iterable[tuple[int, Master]] = state.pop("carried", ())
+        super().__setstate__(state)
+        held = self.everybody()
+        for number, master in masters:
+            p = held[number]
+            if master_of(p) is None and p.dtype in HALF:
+                master.bind(p)
+                p.halfstep_master = master  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _adopt(p: Tensor, saved: Mapping[str, Any], wanted: str | None) -> bool:
+    """Put a saved residual beside the weight that it belongs to, in the storage `wanted`; False when that is another weight now."""
+    dtype: torch.dtype = getattr(torch, saved["dtype"])
+    storage, residual = STORAGES[saved["storage"]], saved.get("residual")
+    weight = p.detach().to(dtype)
+    if digest(weight) != saved["digest"] or not torch.equal(weight.to(p.dtype), p.detach()):
+        return False
+    if residual is None:
+        return True
+    values = storage.read(weight, residual.to(p.device))
+    master = master_of(p)
+    if master is None and p.dtype in HALF:
+        master = attach(p, wanted or storage.name)
+    if master is None:
+        p.copy_(values)
+    elif (storage.name, master.storage.name) == ("split24", "split"):  # the weight keeps its bits, which need not be the nearest ones
+        master.residual = torch.empty_like(p, dtype=torch.int16).copy_(residual.to(torch.int16) << 8)
+        master.wrote()
+    elif master.storage.name == storage.name:
+        master.residual = torch.empty_like(p, dtype=residual.dtype).copy_(residual)
+        master.wrote()
+    else:
+        return False  # load_state_dict lets no other pair through; a master was attached since
+    return True
+
+
+def _converts(p: Tensor, entry: Mapping[str, Any], wanted: str) -> bool:
+    """Whether a saved residual can be brought into another storage without rounding, as far as can be known before the weights are loaded."""
+    return entry["storage"] in ("stochastic", "plain") or (entry["storage"], wanted) == ("split24", "split")
+
+
+def _moved(key: str, value: Any, p: Tensor) -> Any:
+    """A saved value on the device of its parameter; counters stay where they were."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if key == "step" else value.to(p.device).clone()
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure, evaluated with gradients on; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _described(storage: str) -> str:
+    notes = {"plain": "none: updates below half an ulp round away", "stochastic": "stochastic rounding (nothing beside them)"}
+    return notes.get(storage, f"{storage} ones")
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,261 @@
+"""The fp32 master of a 16-bit parameter: its own 16 bits and a residual, kept in step with each other.
+
+A parameter that has one carries it as `parameter.halfstep_master`. Optimizers read and write masters; everything else sees the 16-bit
+weight. What others write into the weight (a loaded state, an average swapped in, a clamp) is seen by the tensor's version and followed:
+elements that changed become the master, with no residual. The first such write cannot tell which elements changed and clears the residual
+of all of them (at most half an ulp of the weight each); from then on a copy of the 16 bits is kept (2 bytes per weight), and only elements
+that changed lose theirs. A write through `.data`, or by a fused kernel of somebody else's, bumps no version: the stale residual is then
+off by at most half an ulp of the weight, and `refresh(model)` clears it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from halfstep.errors import ConfigError, suggest
+from halfstep.numerics import Noise
+from halfstep.optim.storage import STORAGES, Storage, draw
+
+HALF = (torch.float16, torch.bfloat16)
+LARGEST_FP16 = 2.0**15  # larger weights stay fp32: a step could take them out of fp16's range
+
+
+class Master:
+    """What stands beside a 16-bit parameter, and the version of the parameter that it belongs to."""
+
+    def __init__(self, parameter: Tensor, storage: Storage, residual: Tensor | None) -> None:
+        self.storage, self.residual = storage, residual
+        self._parameter, self._version, self._dtype = ref(parameter), parameter._version, parameter.dtype
+        self._copy: Tensor | None = None  # of the 16 bits, kept once others have written
+
+    def __getstate__(self) -> dict[str, Any]:
+        parameter = self._parameter()
+        if parameter is not None:
+            self.follow()
+        return {"storage": self.storage.name, "residual": self.residual, "dtype": self._dtype, "copy": self._copy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.storage, self.residual, self._dtype = STORAGES[state["storage"]], state["residual"], state["dtype"]
+        self._parameter, self._version, self._copy = (lambda: None), -1, state["copy"]  # type: ignore[assignment]  # bound by master_of
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that this is the master of."""
+        found = self._parameter()
+        assert found is not None
+        return found
+
+    def bind(self, parameter: Tensor) -> None:
+        """Belong to `parameter`, a copy with the same bits of the one that this was made for."""
+        self._parameter, self._version = ref(parameter), parameter._version
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take notice of what others did to the parameter since the last write: new values, another device, other strides."""
+        p = self.parameter
+        if self.residual is not None and (self.residual.device != p.device or self.residual.stride() != p.stride()):
+            self.residual = _like(self.residual, p)
+        if self._copy is not None and (self._copy.device != p.device or self._copy.stride() != p.stride()):
+            self._copy = _like(self._copy, p)
+        if p._version == self._version:
+            return
+        self._version = p._version
+        if self.residual is None:
+            return
+        if self._copy is None:
+            self.residual.zero_()
+            self._copy = p.detach().clone()
+            return
+        same = p.detach().view(torch.int16) == self._copy.view(torch.int16)
+        self.residual.masked_fill_(~same, 0)  # no residual, in every storage
+        self._copy.copy_(p.detach())
+
+    def read(self) -> Tensor:
+        """The fp32 master, a new tensor in the shape of the parameter."""
+        self.follow()
+        return self.storage.read(self.parameter.detach(), self.residual)
+
+    @torch.no_grad()
+    def write(self, values: Tensor, noise: Noise | None = None) -> None:
+        """Make fp32 `values` the master: the parameter gets its 16 bits, the residual the rest. noise: None rounds to nearest."""
+        p = self.parameter
+        values = values.to(p.device, torch.float32)
+        weight, residual = self.storage.parts(values, p.dtype, draw(self.storage, noise, values))
+        p.detach().copy_(weight)
+        if residual is not None:
+            if self.residual is None or self.residual.shape != p.shape or self.residual.device != p.device:
+                self.residual = torch.empty_like(p, dtype=residual.dtype)
+            self.residual.copy_(residual)
+        self.wrote()
+
+    def wrote(self) -> None:
+        """The parameter's bits and the residual were written together: a version of their own."""
+        p = self.parameter
+        increment_version(p)
+        self._version = p._version
+        if self._copy is not None:
+            self._copy.copy_(p.detach())
+
+    def refresh(self) -> None:
+        """Take the parameter as it is now for the master, with no residual."""
+        if self.residual is not None:
+            self.residual.zero_()
+        self._version = self.parameter._version
+        if self._copy is not None:
+            self._copy.copy_(self.parameter.detach())
+
+    def nbytes(self) -> int:
+        """Bytes that stand beside the parameter."""
+        return sum(t.nbytes for t in (self.residual, self._copy) if t is not None)
+
+
+torch.serialization.add_safe_globals([Master])  # a pickled parameter brings its master: torch.load(weights_only=True) may make one
+
+
+def _like(tensor: Tensor, p: Tensor) -> Tensor:
+    return torch.empty_like(p, dtype=tensor.dtype).copy_(tensor)
+
+
+def storage_named(name: str) -> Storage:
+    """The storage of that name. Raises ConfigError with the nearest one."""
+    if name not in STORAGES:
+        raise ConfigError(f"weights={name!r} is not known", suggest(str(name), STORAGES))
+    return STORAGES[name]
+
+
+def master_of(p: Tensor) -> Master | None:
+    """The master of a parameter, or None. One whose parameter was cast back to fp32 is joined with it and taken off."""
+    master: Master | None = getattr(p, "halfstep_master", None)
+    if master is None:
+        return None
+    if master._parameter() is not p:
+        master.bind(p)  # the parameter is a copy, by pickle
+    if p.dtype == master._dtype:
+        return master
+    before = master._dtype
+    del p.halfstep_master  # type: ignore[attr-defined]
+    gradient, p.grad = p.grad, None
+    p.grad_dtype = p.dtype
+    p.grad = None if gradient is None else gradient.to(p.dtype)
+    narrow = p.detach().to(before)
+    if p.dtype in HALF or p._version != master._version or master.residual is None or not torch.equal(narrow.to(p.dtype), p.detach()):
+        return None  # its values are others now
+    p.data = master.storage.read(narrow, _like(master.residual, narrow)).to(p.dtype)
+    return None
+
+
+@torch.no_grad()
+def attach(p: Tensor, storage: str = "split", dtype: torch.dtype | None = None) -> Master:
+    """Give `p` a master in `storage`.
+
+    An fp32 parameter is cast in place to `dtype`, and its values become the master; one that is 16-bit already keeps its bits.
+    Memory per weight: 2 bytes and the storage's residual (2 for split and kahan, 1 for split24, 0 for stochastic and plain) instead of 4.
+    Raises ConfigError for a storage that is not known or is "fp32", and for fp16 weights of a magnitude above 2^15.
+    """
+    chosen = storage_named(storage)
+    known = master_of(p)
+    if known is not None:
+        if known.storage.name != storage:
+            raise ConfigError(
+                f"a parameter of shape {tuple(p.shape)} has a {known.storage.name} master already, and {storage} was asked for",
+                f"Use weights={known.storage.name}, or halfstep.optim.detach it first.",
+            )
+        return known
+    target = p.dtype if p.dtype in HALF else dtype
+    if chosen.name == "fp32" or target not in HALF or p.dtype not in (*HALF, torch.float32):
+        raise ConfigError(
+            f"{storage} masters were asked for a {_text(p.dtype)} parameter" + (f" cast to {_text(target)}" if target is not None else ""),
+            "Name a 16-bit dtype and one of split, split24, kahan, stochastic, plain.",
+        )
+    if target == torch.float16 and p.numel() and not bool((p.detach().abs() <= LARGEST_FP16).all()):
+        raise ConfigError(
+            f"a parameter of shape {tuple(p.shape)} has weights of a magnitude above 2^15, and a step could take them out of fp16's range",
+            "Keep it in fp32 (fp32=PATTERN in the precision), or use bf16.",
+        )
+    residual_dtype = chosen.residual_dtype(target)
+    if p.dtype in HALF:
+        residual = torch.zeros_like(p, dtype=residual_dtype, requires_grad=False) if residual_dtype is not None else None
+    else:
+        weight, rest = chosen.parts(p.detach(), target, None)
+        residual = None if rest is None else _like(rest, p)
+        gradient, p.grad = p.grad, None
+        p.data = torch.empty_like(p, dtype=target).copy_(weight)
+        p.grad_dtype = target
+        if gradient is not None:
+            p.grad = gradient.to(target)
+    master = Master(p, chosen, residual)
+    p.halfstep_master = master  # type: ignore[attr-defined]
+    return master
+
+
+@torch.no_grad()
+def detach(p: Tensor) -> None:
+    """Make `p` fp32 again, exactly its master, and take the master off. Nothing is done to a parameter without one."""
+    master = master_of(p)
+    if master is None:
+        return
+    values = master.read()
+    gradient, p.grad = p.grad, None
+    p.data = _like(values, p) if values.stride() != p.stride() else values
+    p.grad_dtype = torch.float32
+    if gradient is not None:
+        p.grad = gradient.float()
+    del p.halfstep_master  # type: ignore[attr-defined]
+
+
+def full_values(p: Tensor) -> Tensor:
+    """The value of a parameter in full: its fp32 master if it has one, else its own value. A new tensor; fp32 unless the parameter is wider."""
+    master = master_of(p)
+    if master is not None:
+        return master.read()
+    return p.detach().float() if p.dtype in HALF else p.detach().clone()
+
+
+def keep(p: Tensor) -> Callable[[], None]:
+    """What puts a parameter, and the residual of its master, back to what they are now. Memory: a copy of both."""
+    master = master_of(p)
+    if master is not None:
+        master.follow()
+    weight, residual = p.detach().clone(), master.residual.clone() if master is not None and master.residual is not None else None
+
+    @torch.no_grad()
+    def put_back() -> None:
+        p.copy_(weight)
+        if master is not None:
+            if residual is not None and master.residual is not None:
+                master.residual.copy_(residual)
+            master.wrote()
+
+    return put_back
+
+
+def refresh(items: nn.Module | Iterable[Tensor]) -> int:
+    """Take 16-bit parameters as they are now for their masters; returns how many have one.
+
+    To be called after writes that torch does not see: through `.data`, or by another library's kernel. Others are followed by themselves.
+    """
+    found = [m for p in (items.parameters() if isinstance(items, nn.Module) else items) if (m := master_of(p)) is not None]
+    for master in found:
+        master.refresh()
+    return len(found)
+
+
+def digest(weight: Tensor) -> int:
+    """A number that tells the bits of a 16-bit tensor from others, on every device the same: residuals are saved with it."""
+    flat = weight.detach().contiguous().view(torch.int16).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), 1 << 22):
+        part = flat[start : start + (1 << 22)].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=flat.device) * 2 + 1
+        total += ((part + 0x10001) * (place * 0x9E3779B1) & 0xFFFFFFFFFFFF).sum()
+    return int(total) & 0x7FFFFFFFFFFFFFFF
+
+
+def _text(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

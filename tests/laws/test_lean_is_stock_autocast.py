@@ -1,0 +1,170 @@
+"""Weights that discovery puts into 16 bits leave the forward pass and every gradient what they are under autocast with fp32 weights, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep import amp
+from halfstep.optim import AdamW, master_of
+from halfstep.policy import parse
+
+CPU = torch.device("cpu")
+FORMATS = ["bf16", "fp16"]
+SCALE = 256.0  # of the loss, under both formats: fp16 gradients shall not all be subnormal
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(1, 60, (2, 12), generator=seeded(seed))
+
+
+def gpt2() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config), lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed)}
+
+
+def llama() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16
+    )
+    return transformers.LlamaForCausalLM(config), lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed)}
+
+
+def bert() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=16, num_labels=3
+    )
+    labels = torch.tensor([0, 2])
+    return transformers.BertForSequenceClassification(config), lambda seed: {"input_ids": tokens(seed), "labels": labels}
+
+
+class Images(nn.Module):
+    """Convolutions with batch norm, one of them transposed, and a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 2, stride=2), nn.BatchNorm2d(6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(F.gelu(self.body(x)).mean((2, 3)))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def images() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    return Images(), lambda seed: {"x": torch.randn(4, 3, 8, 8, generator=seeded(seed)), "labels": torch.tensor([0, 1, 2, 3])}
+
+
+class Experts(nn.Module):
+    """A mixture of linear experts: each token goes to the one with the largest gate; the last gate is never the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.norm = nn.LayerNorm(16)
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4))
+        self.head = nn.Linear(16, 64, bias=False)
+        with torch.no_grad():
+            self.gate.bias[3] = -100
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.norm(self.embed(input_ids)).flatten(0, 1)
+        weight, choice = self.gate(x).softmax(-1).max(-1)
+        mixed = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            places = (choice == i).nonzero().squeeze(-1)
+            if places.numel():
+                mixed = mixed.index_add(0, places, (expert(x[places]) * weight[places, None]).to(mixed.dtype))
+        logits = self.head(x + mixed)
+        return {"loss": F.cross_entropy(logits, labels.flatten()), "logits": logits}
+
+
+def experts() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    return Experts(), lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed + 1)}
+
+
+class Recurrent(nn.Module):
+    """An LSTM, a GRU, attention with one packed projection and one with three, and heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(24, 16, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.cross = nn.MultiheadAttention(16, 2, kdim=24, vdim=24, batch_first=True, add_bias_kv=True)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        wide, _ = self.lstm(x)
+        y, _ = self.gru(wide)
+        y = y + self.attention(y, y, y, need_weights=False)[0]
+        y = y + self.cross(y, wide, wide, need_weights=False)[0]
+        logits = self.head(y.mean(1))
+        return {"loss": logits.float().square().mean(), "logits": logits}
+
+
+def recurrent() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    return Recurrent(), lambda seed: {"x": torch.randn(3, 5, 8, generator=seeded(seed))}
+
+
+MODELS = {f.__name__: f for f in (gpt2, llama, bert, images, experts, recurrent)}
+SHARE = {"gpt2": 0.7, "llama": 0.7, "bert": 0.7, "images": 0.9, "experts": 0.7, "recurrent": 0.9}  # of the weights, at least, that go to 16 bits
+
+
+def made(name: str, precision: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    amp.bind(model.train(), parse(precision), CPU)
+    return model, batch
+
+
+def passed(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """One forward and backward pass with dropout as seed 1 gives it; returns the loss."""
+    torch.manual_seed(1)
+    loss: Tensor = model(**batch)["loss"]
+    (loss * SCALE).backward()
+    return loss.detach()
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            assert torch.equal(p.grad.float(), q.grad), name
+
+
+def assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, b), c in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(b, c), name
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_autocast(name: str, form: str) -> None:
+    (lean, batch), (mixed, _) = made(name, f"{form}-lean"), made(name, f"{form}-mixed")
+    for seed in (0, 1):  # the first call, which discovers, and one after it
+        assert torch.equal(passed(lean, batch(seed)), passed(mixed, batch(seed)))
+        assert_same_gradients(lean, mixed)
+        assert_same_buffers(lean, mixed)
+        lean.zero_grad()
+        mixed.zero_grad()
+    kept = amp.layout(lean)["16bit"]
+    weights = dict(lean.named_parameters())
+    assert sum(weights[n].numel() for n in kept) > SHARE[name] * sum(p.numel() for n, p in weights.items() if "embed" not in n and "wte" not in n)
+    for name_, p in weights.items():
+        assert p.dtype == (parse(f"{form}-lean").dtype if name_ in kept else torch.float32)
+        assert (master_of(p) is not None) == (name_ in kept)
