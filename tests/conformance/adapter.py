@@ -67,6 +67,12 @@ class Library(Protocol):
     def watch(self, scaler: Any, *things: nn.Module | Optimizer) -> None:
         """Tell the scaler what it works for; nothing where a library does not want to know."""
 
+    def masters(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer to train 16-bit weights with, made from a plain one, as the library's manual has it."""
+
+    def full(self, parameter: Tensor) -> Tensor:
+        """The value that the library keeps of a parameter, which its next step begins at."""
+
     def follow(self, scaler: Any, scheduler: Any) -> Any:
         """The schedule to call `step()` on once per iteration."""
 

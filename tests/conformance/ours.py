@@ -69,6 +69,12 @@ class Halfstep:
         for thing in things:
             scaler.watch(thing)
 
+    def masters(self, optimizer: Optimizer) -> Optimizer:
+        return halfstep.optim.wrap(optimizer)
+
+    def full(self, parameter: Tensor) -> Tensor:
+        return halfstep.optim.full_values(parameter)
+
     def follow(self, scaler: Any, scheduler: Any) -> Any:
         return scaler.follow(scheduler)
 

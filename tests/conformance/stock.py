@@ -72,6 +72,12 @@ class Stock:
     def watch(self, scaler: Any, *things: nn.Module | Optimizer) -> None:
         """Nobody asks."""
 
+    def masters(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer  # torch's optimizers take 16-bit weights as they are
+
+    def full(self, parameter: Tensor) -> Tensor:
+        return parameter.detach().clone()
+
     def follow(self, scaler: Any, scheduler: Any) -> Any:
         return scheduler
 

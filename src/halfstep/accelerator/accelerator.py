@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 
 from halfstep import checkpoint
 from halfstep.accelerator import replay
-from halfstep.accelerator.facts import Signature, facts_to_export, kinds_of, model_facts, refuse_changed, refuse_orphans, refuse_state
+from halfstep.accelerator.facts import Signature, model_facts, refuse_changed, refuse_orphans
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
+from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, refuse_state
 from halfstep.amp import Binding, GradScaler, backward_context, bind, bound_policy, convert, forward_context, layout, model_state
 from halfstep.errors import ConfigError, StepOrderError, refuse_unknown
 from halfstep.hardware import default_device, probe, processes
@@ -323,7 +324,10 @@ class Accelerator:
             "random": checkpoint.capture(),
         }
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
-        own["models"] = {name: facts_to_export(item, self._optimizers) for name, item in items.items() if isinstance(item, nn.Module)}
+        models = {name: item for name, item in items.items() if isinstance(item, nn.Module)}
+        masters = masters_beside(models, self._optimizers)
+        own["models"] = {name: facts_to_export(name, item, self._optimizers, masters) for name, item in models.items()}
+        parts |= {"masters": masters} if masters else {}
         return checkpoint.save(output_dir, parts, dict(about or {}) | own)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
@@ -345,12 +349,13 @@ class Accelerator:
         """
         loaded = checkpoint.load(input_dir)
         parts = self._parts()
+        refuse_state(loaded, parts, self.policy)
         for name, item in parts.items():
             if isinstance(item, nn.Module):
                 self._lay_out(item, loaded.about.get("models", {}).get(name, {}).get("layout"))
-        refuse_state(loaded, parts, self.policy)
-        for name, item in parts.items():
             item.load_state_dict(loaded.parts[name])
+            if isinstance(item, nn.Module):
+                adopt_all(item, loaded.parts.get("masters", {}).get(name, {}))
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(loaded.parts["scaler"])
         self.scaler.bad_steps = int(loaded.parts["scaler"]["bad_steps"])

@@ -1,8 +1,8 @@
-"""What the accelerator must know of a model before it trains it, and of a checkpoint before it loads it."""
+"""What the accelerator must know of a model before it trains it, and of an optimizer before it steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.amp import layout
-from halfstep.checkpoint import Loaded
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.amp import is_kept
+from halfstep.errors import ConfigError
 from halfstep.optim import master_of
-from halfstep.policy import ModelFacts, Policy
+from halfstep.policy import ModelFacts
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -46,32 +45,16 @@ def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[
             signature.known[id(p)] = ref(p)
         if before is None:
             continue
-        if before[0] != p.dtype and (p.dtype == torch.float32 or master_of(p) is not None):
+        if before[0] != p.dtype and (master_of(p) is not None or (p.dtype == torch.float32 and not is_kept(model, name))):
             signature.parts[name] = before = (p.dtype, before[1])  # halfstep's own doing, or a master joined with its weight
         if before[0] != p.dtype:
             raise ConfigError(
-                f"{name} was {_text(before[0])} when the model was prepared and is {_text(p.dtype)} now, so it has no fp32 master weights",
-                "Undo it with model.to(torch.float32), or prepare the model anew; for a 16-bit copy use copy.deepcopy(model).half().",
+                f"{name} was {_text(before[0])} when the model was prepared and is {_text(p.dtype)} now: it was cast from outside",
+                "Leave the dtypes to the precision, and prepare the model anew after such a cast; for a copy in another dtype use "
+                "copy.deepcopy(accelerator.unwrap_model(model)).",
             )
         if before[1] != p.device:
             raise ConfigError(f"{name} was on {before[1]} when the model was prepared and is on {p.device} now", "Move the model before prepare().")
-
-
-def facts_to_export(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """What a reader of a checkpoint needs to put a model's weights together.
-
-    Which are 16-bit and the dtype each was loaded in, where the master of each is, and the model's configuration.
-    """
-    masters: dict[str, list[Any]] = {}
-    named = {id(p): name for name, p in model.named_parameters()}
-    for i, optimizer in enumerate(optimizers):
-        part = "optimizer" if i == 0 else f"optimizer_{i}"
-        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            if id(p) in named and master_of(p) is not None:
-                masters[named[id(p)]] = [part, number]
-    config: Any = getattr(model, "config", None)
-    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
-    return {"layout": layout(model), "masters": masters, "config": text}
 
 
 def refuse_orphans(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
@@ -108,61 +91,3 @@ def _has(optimizers: Sequence[Any], parameter: nn.Parameter) -> bool:
 
 def _text(dtype: torch.dtype) -> str:
     return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
-    """The class of each part of a run that goes into a checkpoint; for prepared objects that of the object inside."""
-    inner = {
-        name: getattr(item, "optimizer", item) if hasattr(item, "param_groups") else getattr(item, "scheduler", item) for name, item in parts.items()
-    }
-    return {name: type(item).__name__ for name, item in inner.items()}
-
-
-def refuse_state(loaded: Loaded, parts: Mapping[str, Any], policy: Policy) -> None:
-    """Raise CheckpointError, naming the first difference, unless the checkpoint fits these models, optimizers and policy."""
-    where = f"checkpoint {loaded.folder}"
-    saved = loaded.about.get("policy")
-    if saved != str(policy):
-        raise CheckpointError(
-            f"{where} was made under precision {saved}, and this run has {policy}",
-            "Resume with the same precision; to change it, start a new run from the weights in model.safetensors.",
-        )
-    own = {"scaler", "random"}
-    if not own <= set(loaded.parts):
-        missing = ", ".join(sorted(own - set(loaded.parts)))
-        raise CheckpointError(f"{where} lacks {missing}: it was not written by save_state", "Name a folder that save_state wrote.")
-    if set(parts) != set(loaded.parts) - own:
-        raise CheckpointError(
-            f"{where} holds {', '.join(sorted(set(loaded.parts) - own))}, and this run has {', '.join(sorted(parts)) or 'nothing prepared'}",
-            "Prepare and register the same kinds of object, in the same order, before loading.",
-        )
-    saved_kinds, kinds = loaded.about.get("kinds", {}), kinds_of(parts)
-    for name, item in parts.items():
-        if not isinstance(item, nn.Module) and saved_kinds.get(name) != kinds[name]:
-            raise CheckpointError(
-                f"{where} has a {saved_kinds.get(name)} as {name}, and this run has a {kinds[name]}", "Build the same as the run that saved it did."
-            )
-        if isinstance(item, nn.Module):
-            _refuse_model(where, item, loaded.parts[name])
-        elif hasattr(item, "param_groups"):
-            saved_sizes = [len(g["params"]) for g in loaded.parts[name]["param_groups"]]
-            sizes = [len(g["params"]) for g in item.param_groups]
-            if saved_sizes != sizes:
-                raise CheckpointError(
-                    f"{where} has an optimizer with groups of {saved_sizes} parameters, and this run's has {sizes}",
-                    "Build the optimizer as the run that saved it did.",
-                )
-
-
-def _refuse_model(where: str, model: nn.Module, state: Mapping[str, Any]) -> None:
-    mine = model.state_dict()
-    for key in [*mine, *state]:
-        if key not in state or key not in mine:
-            whose = "the checkpoint lacks" if key in mine else "the model lacks"
-            raise CheckpointError(f"{where} is of another model: {whose} {key!r}", "Build the model as the run that saved it did.")
-        ours, theirs = mine[key], state[key]
-        if isinstance(ours, torch.Tensor) and (ours.shape != theirs.shape or ours.dtype != theirs.dtype):
-            raise CheckpointError(
-                f"{where} is of another model: {key!r} is {theirs.dtype} {tuple(theirs.shape)} there and {ours.dtype} {tuple(ours.shape)} here",
-                "Build the model as the run that saved it did.",
-            )

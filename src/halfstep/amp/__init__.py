@@ -10,5 +10,6 @@ from halfstep.amp.casting import upcast as upcast
 from halfstep.amp.grad_scaler import GradScaler as GradScaler
 from halfstep.amp.grad_scaler import clip_grad_norm_ as clip_grad_norm_
 from halfstep.amp.lean import convert as convert
+from halfstep.amp.lean import is_kept as is_kept
 from halfstep.amp.lean import layout as layout
 from halfstep.amp.lean import model_state as model_state

@@ -165,18 +165,20 @@ def _called(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a bound module: each call is inside a block of its own."""
     policy, device, care, joins = block.policy, block.device, block.care, block.joins
+    unshared = joined_weights(policy, device.type, False) if joins is not None else None
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if care == "masters":
-            made = layout_of(self)
-            if made is not None and not made.settled:
+        own = joins
+        if care == "masters" and (made := layout_of(self)) is not None:
+            if not made.settled:
                 settle(self, made, forward, args, kwargs)
-            elif made is not None and made.frozen and not torch.compiler.is_compiling():
+            elif made.frozen and not torch.compiler.is_compiling():
                 made.thaw()
+            own = joins if made.shared else unshared
         elif policy.whole:
             args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
-        with Within(policy, joins), forward_context(policy, device), minded(care, device.type):
+        with Within(policy, own), forward_context(policy, device), minded(care, device.type):
             outputs = forward(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 
@@ -247,7 +249,7 @@ def cast_floating(value: Any, to: torch.dtype) -> Any:
         cast = {k: cast_floating(v, to) for k, v in value.items()}
         if all(cast[k] is v for k, v in value.items()):
             return value
-        if not isinstance(value, MutableMapping):
+        if type(value) is dict or not isinstance(value, MutableMapping):
             return cast
         twin = copy.copy(value)  # keeps its type: OrderedDict, transformers' ModelOutput and BatchEncoding
         for key, item in cast.items():

@@ -81,11 +81,11 @@ class _Shared(torch.autograd.Function):
 class JoinedWeights:
     """What becomes of functions that are given a weight kept in 16 bits, under one policy on one type of device.
 
-    seen: when given, uses are noted there and nothing is said about them.
+    sharing: whether some weights may be shared by several products. seen: when given, uses are noted there and nothing is said about them.
     """
 
-    def __init__(self, policy: Policy, device: str, seen: Seen | None = None) -> None:
-        self.dtype, self.seen = policy.dtype, seen
+    def __init__(self, policy: Policy, device: str, sharing: bool, seen: Seen | None = None) -> None:
+        self.dtype, self.sharing, self.seen = policy.dtype, sharing, seen
         listed = [op for op in LOW if policy.ops == "cuda" or device == "cuda" or op not in LOW_ON_CUDA_ONLY]
         wide = every_form(policy.fp32_ops)
         self._products = frozenset(every_form(listed)) - frozenset(wide)
@@ -96,8 +96,16 @@ class JoinedWeights:
         if func in self._products and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.dtype:
             if self.seen is not None:
                 self.seen.multiplied(args, kwargs)
-            return any(hasattr(_base(t), "halfstep_shared") for t in _weights(args, kwargs))
-        return next(_weights(args, kwargs), None) is not None
+            return self.sharing and any("halfstep_shared" in _base(t).__dict__ for t in _weights(args, kwargs))
+        for value in args if not kwargs else (*args, *kwargs.values()):  # as _weights, which is slower
+            if isinstance(value, Tensor):
+                if _is_kept(value):
+                    break
+            elif type(value) in (list, tuple) and any(isinstance(t, Tensor) and _is_kept(t) for t in value):
+                break
+        else:
+            return False
+        return not isinstance(func, torch._ops.OpOverload)  # those run in compiled code
 
     def settled(self, device: str, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
         """The result of the call, or what to call the function with: (done, result, args, kwargs)."""
@@ -199,14 +207,13 @@ def _replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:
 
 def _base(t: Tensor) -> Tensor:
     """The parameter that a tensor is a view of, or the tensor itself."""
-    return t if isinstance(t, nn.Parameter) or t._base is None else t._base
+    return t if type(t) is not Tensor or t._base is None else t._base
 
 
 def _is_kept(t: Tensor) -> bool:
-    if t.dtype not in HALF:
-        return False
-    p = t if isinstance(t, nn.Parameter) else t._base
-    return p is not None and "halfstep_master" in p.__dict__
+    """Whether a tensor is a weight kept in 16 bits, or a view of one. Asked for every argument of every function: isinstance(t, Parameter) is slow."""
+    p = t._base if type(t) is Tensor else t
+    return p is not None and type(p) is not Tensor and "halfstep_master" in p.__dict__ and t.dtype in HALF
 
 
 def _shared(t: Tensor) -> Tensor:
@@ -229,6 +236,6 @@ def _same_view(values: Tensor, t: Tensor, p: Tensor) -> Tensor:
 
 
 @functools.cache
-def joined_weights(policy: Policy, device: str) -> JoinedWeights:
+def joined_weights(policy: Policy, device: str, sharing: bool = True) -> JoinedWeights:
     """The one for a policy on a type of device."""
-    return JoinedWeights(policy, device)
+    return JoinedWeights(policy, device, sharing)

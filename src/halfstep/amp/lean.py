@@ -103,7 +103,7 @@ class Layout:
 
 def layout_of(module: nn.Module) -> Layout | None:
     """The record of a bound module whose weights a policy has to do with, or None."""
-    found = module.__dict__.get(LAYOUT)
+    found = getattr(module, LAYOUT, None)
     return found if isinstance(found, Layout) else None
 
 
@@ -116,6 +116,12 @@ def layout(module: nn.Module) -> dict[str, Any]:
         "16bit": [name for name, p in found.kept.items() if p.dtype in HALF],
         "loaded": {name: str(d).removeprefix("torch.") for name, d in found.loaded.items()},
     }
+
+
+def is_kept(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is one that the module's policy keeps in 16 bits."""
+    found = layout_of(module)
+    return found is not None and name in found.kept
 
 
 def prepare(module: nn.Module, policy: Policy, device: torch.device, held: Collection[str], apart: Collection[str]) -> Layout | None:
@@ -194,12 +200,19 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     known = dict(module.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in module.named_parameters()}
     state: dict[str, Any] = module.state_dict()
+    made: dict[int, Tensor] = {}  # a weight that stands under two names stays one tensor
     for key, value in state.items():
         p = known.get(key)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        full = full_values(p) if p is not None else value
-        state[key] = full.to(loaded.get(key if p is None else first[id(p)], full.dtype))
+        if p is None:
+            state[key] = value.to(loaded.get(key, value.dtype))
+        elif master_of(p) is None:
+            state[key] = made.setdefault(id(p), value.to(loaded.get(first[id(p)], value.dtype)))
+        else:
+            if id(p) not in made:
+                made[id(p)] = full_values(p).to(loaded.get(first[id(p)], torch.float32))
+            state[key] = made[id(p)]
     return state
 
 
@@ -322,7 +335,10 @@ def _after_load(part: nn.Module, *_: Any) -> None:
         if master_of(p) is None and p.dtype == torch.float32:  # assign=True: the parameter is the loaded one
             attach(p, storage, dtype)
         master = master_of(p)
-        if master is None or value.dtype in HALF:
+        if master is None:
+            continue
+        if value.dtype in HALF:
+            master.refresh()
             continue
         if storage == "plain" and not p.requires_grad and not torch.equal(value.to(p.device, dtype).float(), value.to(p.device, torch.float32)):
             detach(p)  # frozen, and held in 16 bits because they held it exactly

@@ -45,15 +45,21 @@ def settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args:
     Raises PolicyError when a `*-lean` policy finds nothing to keep in 16 bits, and whatever the forward pass raises.
     """
     if "torch._dynamo" in sys.modules:  # a compiled model is rehearsed as it was written
-        with torch.compiler.set_stance("force_eager"):
-            _settle(module, layout, forward, args, kwargs)
+        _eagerly(_settle, module, layout, forward, args, kwargs)
     else:
         _settle(module, layout, forward, args, kwargs)
 
 
-# torch.compile runs it and does not look inside: torch.compiler.disable, without a second of imports
-settle._torchdynamo_disable = True  # type: ignore[attr-defined]
-torch._C._dynamo.eval_frame.skip_code(settle.__code__)
+def _eagerly(function: Callable[..., None], /, *args: Any) -> None:
+    torch.compiler.disable(_forced)(function, *args)
+
+
+def _forced(function: Callable[..., None], /, *args: Any) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        function(*args)
+
+
+settle._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs it and does not look inside
 
 
 def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -66,7 +72,7 @@ def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args
         before = {name: master for name, p in layout.kept.items() if (master := p.halfstep_master) is not None}  # type: ignore[attr-defined]
 
         def run() -> None:
-            joins = JoinedWeights(policy, device.type, seen)
+            joins = JoinedWeights(policy, device.type, True, seen)
             with warnings.catch_warnings(), Rehearsal([module], (args, kwargs)):
                 warnings.simplefilter("ignore")
                 with Within(policy, joins), forward_context(policy, device), minded("masters", device.type):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.checkpoint.store import load
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim import STORAGES
+from halfstep.optim import STORAGES, master_of
 from halfstep.policy import DTYPES
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -25,9 +26,21 @@ def write_model(model: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> 
     own: Any = getattr(model, "save_pretrained", None)
     if own is None:
         write_weights(folder, state)
-        return
-    own(folder, state_dict=dict(state))
-    _set_dtype(folder / CONFIG, state)
+    elif _takes_state(own):
+        own(folder, state_dict=dict(state))
+        _set_dtype(folder / CONFIG, state)
+    elif any(master_of(p) is not None for p in model.parameters()):
+        raise ConfigError(
+            f"the save_pretrained of this {type(model).__name__} takes no state_dict=, and would write its 16-bit weights without their masters",
+            "Give it a state_dict argument, or write Accelerator.get_state_dict(model) yourself.",
+        )
+    else:
+        own(folder)
+
+
+def _takes_state(method: Any) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(p.name == "state_dict" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -65,7 +78,7 @@ def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32") -> P
         if not isinstance(weight, Tensor):
             continue
         if id(weight) not in by_weight:
-            by_weight[id(weight)] = _rounded(name, _full(name, weight, facts["masters"].get(name), loaded.parts), DTYPES[dtype])
+            by_weight[id(weight)] = _rounded(name, _full(weight, facts["masters"].get(name), loaded.parts), DTYPES[dtype])
         state[name] = by_weight[id(weight)]
     target.mkdir(parents=True, exist_ok=True)
     write_weights(target, state)
@@ -75,11 +88,13 @@ def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32") -> P
     return target
 
 
-def _full(name: str, weight: Tensor, place: list[Any] | None, parts: Mapping[str, Any]) -> Tensor:
-    """The fp32 master of a saved weight."""
+def _full(weight: Tensor, place: list[Any] | None, parts: Mapping[str, Any]) -> Tensor:
+    """The fp32 master of a saved weight, which stands at `place` in the checkpoint; without one the weight itself."""
     if place is None:
         return weight
-    entry = parts[place[0]]["masters"][place[1]]
+    entry: Any = parts
+    for key in place:
+        entry = entry[key]
     return STORAGES[entry["storage"]].read(weight, entry.get("residual"))
 
 

@@ -119,7 +119,7 @@ class Plan:
         ends = _pieces(chunks)
 
         def work(piece: int) -> None:
-            loops.adamw_chunks(self._places, self._kinds, scalars, keys, addresses, forms, chunks, ends[piece], ends[piece + 1])
+            loops.adamw_chunks(self._places, self._kinds, scalars, keys, addresses, forms, chunks, ends[piece], ends[piece + 1], np.empty(loops.BUFFERS, np.float32))
 
         pool.share(work, len(ends) - 1)
 
@@ -146,7 +146,7 @@ def squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     sums, largest = np.zeros(len(chunks)), np.zeros(len(chunks), dtype=np.float32)
 
     def work(piece: int) -> None:
-        loops.squares_chunks(addresses, forms, chunks, sums, largest, ends[piece], ends[piece + 1])
+        loops.squares_chunks(addresses, forms, chunks, sums, largest, ends[piece], ends[piece + 1], np.empty(loops.BUFFERS, np.float32))
 
     pool.share(work, len(ends) - 1)
     totals, peaks = np.zeros(len(tensors)), np.zeros(len(tensors), dtype=np.float32)

@@ -32,9 +32,12 @@ EXACT, SPLIT, SPLIT24, KAHAN, STOCHASTIC = 0, 1, 2, 3, 4  # storages; EXACT: fp3
 STATE_FP32, STATE_BF16, STATE_INT8 = 0, 1, 2  # codecs
 
 # columns of the tables
-WEIGHT, RESIDUAL, FIRST, FIRST_SCALES, SECOND, SECOND_SCALES = 0, 1, 2, 3, 4, 5
-K_STORAGE, K_WEIGHT, K_FIRST, K_SECOND = 0, 1, 2, 3
-S_FACTOR, S_DECAY, S_RISE1, S_KEEP2, S_RISE2, S_ROOT2, S_FLOOR, S_SIZE = 0, 1, 2, 3, 4, 5, 6, 7
+#   places   addresses of weight, residual, first moment, its scales, second moment, its scales
+#   kinds    storage, format of the weight, codec of the first and of the second moment
+#   scalars  factor of the gradient, then numerics.adamw_scalars
+#   chunks   tensor, first element, end
+#   buffers  fp32 weight, first moment, second moment, gradient; noise
+BUFFERS = (5, STRETCH + APART)
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -47,7 +50,12 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any
 
 def _part(function: Callable[..., Any]) -> Callable[..., Any]:
     """A part of a compiled function."""
-    return numba.njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
+
+
+def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A part that is copied into its caller before compilation: a caller of callers would have LLVM optimise everything below it once per level."""
+    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="always")(function)  # type: ignore[no-any-return]
 
 
 def _pointer_to(dtype: Any) -> Any:
@@ -84,6 +92,11 @@ def _bytes(address, start, n):
 @_part
 def _codes(address, start, n):
     return numba.carray(_at_u8(address + start), (n,), u8)
+
+
+@_part
+def _blocks(address, start, n):
+    return numba.carray(_at_f32(address + i64(4) * (start // i64(BLOCK))), ((n + BLOCK - 1) // BLOCK,), f32)
 
 
 # ---- one number ----------------------------------------------------------------------------------------------------------------
@@ -286,7 +299,8 @@ def _read_second(codes, scales, out):
 
 
 @_part
-def _update(p, g, m, v, decay, rise1, keep2, rise2, root2, floor, size):
+def _update(p, g, m, v, scalars):
+    decay, rise1, keep2, rise2, root2, floor, size = scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]
     for i in range(p.shape[0]):
         gi = g[i]
         mi = f32(m[i] + f32(f32(gi - m[i]) * rise1))
@@ -466,136 +480,126 @@ def _write_second(x, bits, codes, scales):
 # ---- which of them -------------------------------------------------------------------------------------------------------------
 
 
-@_part
-def _read_weight(storage, form, weight, residual, start, out):
-    n = out.shape[0]
-    high = _halves(weight, start, n)
-    if storage == SPLIT and form == BF16:
-        _join_bf16(high, _halves(residual, start, n), out)
-    elif storage == SPLIT24 and form == BF16:
-        _join_bf16_8(high, _bytes(residual, start, n), out)
+@_inlined
+def _read_weight(storage, form, high, low, low8, out):
+    if form == BF16:
+        if storage == SPLIT:
+            _join_bf16(high, low, out)
+        elif storage == SPLIT24:
+            _join_bf16_8(high, low8, out)
+        else:
+            _read_bf16(high, f32(1), out)
+            if storage == KAHAN:
+                _add_bf16(low, out)
     elif storage == SPLIT:
-        _join_fp16(high, _halves(residual, start, n), out)
+        _join_fp16(high, low, out)
     elif storage == SPLIT24:
-        _join_fp16_8(high, _bytes(residual, start, n), out)
-    elif form == BF16:
-        _read_bf16(high, f32(1), out)
-        if storage == KAHAN:
-            _add_bf16(_halves(residual, start, n), out)
+        _join_fp16_8(high, low8, out)
     else:
         _read_fp16(high, f32(1), out)
         if storage == KAHAN:
-            _add_fp16(_halves(residual, start, n), out)
+            _add_fp16(low, out)
 
 
-@_part
-def _write_weight(x, bits, storage, form, weight, residual, start):
-    n = x.shape[0]
-    high = _halves(weight, start, n)
+@_inlined
+def _write_weight(x, bits, storage, form, high, low, low8):
     if form == BF16:
         if storage == SPLIT:
-            _split_bf16(x, high, _halves(residual, start, n))
+            _split_bf16(x, high, low)
         elif storage == SPLIT24:
-            _split_bf16_8(x, bits, high, _bytes(residual, start, n))
+            _split_bf16_8(x, bits, high, low8)
         elif storage == KAHAN:
-            _kahan_bf16(x, high, _halves(residual, start, n))
+            _kahan_bf16(x, high, low)
         elif storage == STOCHASTIC:
             _write_bf16_stochastic(x, bits, high)
         else:
             _write_bf16(x, high)
     elif storage == SPLIT:
-        _split_fp16(x, high, _halves(residual, start, n))
+        _split_fp16(x, high, low)
     elif storage == SPLIT24:
-        _split_fp16_8(x, bits, high, _bytes(residual, start, n))
+        _split_fp16_8(x, bits, high, low8)
     elif storage == KAHAN:
-        _kahan_fp16(x, high, _halves(residual, start, n))
+        _kahan_fp16(x, high, low)
     elif storage == STOCHASTIC:
         _write_fp16_stochastic(x, bits, high)
     else:
         _write_fp16(x, high)
 
 
-@_part
-def _read_gradient(form, address, start, factor, out):
+@_inlined
+def _read_gradient(form, address, start, n, factor, out):
     """The gradient times `factor`: fp32 as it lies in memory where nothing is to be done, else in `out`."""
-    n = out.shape[0]
+    g = out[:n]
     if form == FP32:
         source = _floats(address, start, n)
         if factor == f32(1):
-            return source
-        _read_fp32(source, factor, out)
+            g = source
+        else:
+            _read_fp32(source, factor, g)
     elif form == BF16:
-        _read_bf16(_halves(address, start, n), factor, out)
+        _read_bf16(_halves(address, start, n), factor, g)
     else:
-        _read_fp16(_halves(address, start, n), factor, out)
-    return out
-
-
-@_part
-def _blocks(address, start, n):
-    return _floats(address, start // BLOCK, (n + BLOCK - 1) // BLOCK)
-
-
-@_part
-def _stretch(place, kind, s, key1, key2, gradient, form, start, n, buffers, all_bits):
-    storage, first, second = kind[K_STORAGE], kind[K_FIRST], kind[K_SECOND]
-    weight_is_fp32 = kind[K_WEIGHT] == FP32
-    bits = all_bits[:n]
-    if storage == SPLIT24 or storage == STOCHASTIC or first != STATE_FP32 or second != STATE_FP32:
-        _draw(key1, key2, start, bits)
-    p, m, v = buffers[0][:n], buffers[1][:n], buffers[2][:n]
-    if weight_is_fp32:
-        p = _floats(place[WEIGHT], start, n)
-    else:
-        _read_weight(storage, kind[K_WEIGHT], place[WEIGHT], place[RESIDUAL], start, p)
-    g = _read_gradient(form, gradient, start, s[S_FACTOR], buffers[3][:n])
-    if first == STATE_FP32:
-        m = _floats(place[FIRST], start, n)
-    elif first == STATE_BF16:
-        _read_bf16(_halves(place[FIRST], start, n), f32(1), m)
-    else:
-        _read_first(_bytes(place[FIRST], start, n), _blocks(place[FIRST_SCALES], start, n), m)
-    if second == STATE_FP32:
-        v = _floats(place[SECOND], start, n)
-    elif second == STATE_BF16:
-        _read_bf16(_halves(place[SECOND], start, n), f32(1), v)
-    else:
-        _read_second(_codes(place[SECOND], start, n), _blocks(place[SECOND_SCALES], start, n), v)
-    _update(p, g, m, v, s[S_DECAY], s[S_RISE1], s[S_KEEP2], s[S_RISE2], s[S_ROOT2], s[S_FLOOR], s[S_SIZE])
-    if first == STATE_BF16:
-        _write_bf16_first(m, bits, _halves(place[FIRST], start, n))
-    elif first == STATE_INT8:
-        _write_first(m, bits, _bytes(place[FIRST], start, n), _blocks(place[FIRST_SCALES], start, n))
-    if second == STATE_BF16:
-        _write_bf16_second(v, bits, _halves(place[SECOND], start, n))
-    elif second == STATE_INT8:
-        _write_second(v, bits, _codes(place[SECOND], start, n), _blocks(place[SECOND_SCALES], start, n))
-    if not weight_is_fp32:
-        _write_weight(p, bits, storage, kind[K_WEIGHT], place[WEIGHT], place[RESIDUAL], start)
+        _read_fp16(_halves(address, start, n), factor, g)
+    return g
 
 
 # ---- what is called ------------------------------------------------------------------------------------------------------------
 
 
-def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first, last):
-    buffers = np.empty((4, STRETCH + APART), dtype=f32)
-    bits = np.empty(STRETCH, dtype=u32)
-    for chunk in range(first, last):
+def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, last_chunk, buffers):
+    p_buffer, m_buffer, v_buffer, g_buffer = buffers[0], buffers[1], buffers[2], buffers[3]
+    for chunk in range(first_chunk, last_chunk):
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
+        storage, form, first, second = kinds[t, 0], kinds[t, 1], kinds[t, 2], kinds[t, 3]
+        draws = storage == SPLIT24 or storage == STOCHASTIC or first != STATE_FP32 or second != STATE_FP32
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
-            _stretch(places[t], kinds[t], scalars[t], keys[t, 0], keys[t, 1], gradients[t], forms[t], start, n, buffers, bits)
+            bits = buffers[4][:n].view(u32)
+            if draws:
+                _draw(keys[t, 0], keys[t, 1], start, bits)
+            # views of the same places in all formats; only those that the codes above name are touched
+            high, low, low8 = _halves(places[t, 0], start, n), _halves(places[t, 1], start, n), _bytes(places[t, 1], start, n)
+            m16, m8, m_scales = _halves(places[t, 2], start, n), _bytes(places[t, 2], start, n), _blocks(places[t, 3], start, n)
+            v16, v8, v_scales = _halves(places[t, 4], start, n), _codes(places[t, 4], start, n), _blocks(places[t, 5], start, n)
+            p, m, v = p_buffer[:n], m_buffer[:n], v_buffer[:n]
+            if form == FP32:
+                p = _floats(places[t, 0], start, n)
+            else:
+                _read_weight(storage, form, high, low, low8, p)
+            g = _read_gradient(forms[t], gradients[t], start, n, scalars[t, 0], g_buffer)
+            if first == STATE_FP32:
+                m = _floats(places[t, 2], start, n)
+            elif first == STATE_BF16:
+                _read_bf16(m16, f32(1), m)
+            else:
+                _read_first(m8, m_scales, m)
+            if second == STATE_FP32:
+                v = _floats(places[t, 4], start, n)
+            elif second == STATE_BF16:
+                _read_bf16(v16, f32(1), v)
+            else:
+                _read_second(v8, v_scales, v)
+            _update(p, g, m, v, scalars[t])
+            if first == STATE_BF16:
+                _write_bf16_first(m, bits, m16)
+            elif first == STATE_INT8:
+                _write_first(m, bits, m8, m_scales)
+            if second == STATE_BF16:
+                _write_bf16_second(v, bits, v16)
+            elif second == STATE_INT8:
+                _write_second(v, bits, v8, v_scales)
+            if form != FP32:
+                _write_weight(p, bits, storage, form, high, low, low8)
 
 
-def _squares(addresses, forms, chunks, sums, largest, first, last):
-    buffer = np.empty(STRETCH, dtype=f32)
+def _squares(addresses, forms, chunks, sums, largest, first, last, buffers):
     for chunk in range(first, last):
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
         total, most = f64(0), f32(0)
         bits = i32(0)
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
-            x = _read_gradient(forms[t], addresses[t], start, f32(1), buffer[:n])
+            x = _read_gradient(forms[t], addresses[t], start, n, f32(1), buffers[0])
             total += _sum_of_squares(x)
             bits = max(bits, f32(_largest(x)).view(i32))
         sums[chunk] = total

@@ -51,7 +51,8 @@ class MasteredOptimizer(Optimizer):
         if weights is not None:
             storage_named(weights)
         self.weights, self.codec, self.seed, self.steps = weights, CODECS[states], int(seed), 0
-        self._pending: dict[int, Mapping[str, Any]] = {}  # masters of a loaded state, by number of their parameter
+        self._pending: dict[int, Mapping[str, Any]] = {}  # masters of a loaded state, by number of their parameter, until the next step
+        self._taken: set[int] = set()  # those of them that were found to belong to the weights at hand
 
     def follow(self, policy: Policy) -> None:
         """Take the formats of a policy where none were asked for. Raises ConfigError where others were."""
@@ -115,7 +116,8 @@ class MasteredOptimizer(Optimizer):
 
     def _take_pending(self, held: list[Tensor]) -> None:
         pending, self._pending = self._pending, {}
-        strangers = [number for number, saved in pending.items() if not _adopt(held[number], saved, self.weights)]
+        strangers = [n for n, saved in pending.items() if not adopt(held[n], saved, self.weights) and n not in self._taken]
+        self._taken = set()
         if strangers:
             logger.warning(
                 "the optimizer state holds masters of %d parameters (the first is number %d) whose weights are others now: their masters begin "
@@ -146,13 +148,7 @@ class MasteredOptimizer(Optimizer):
         """torch's form, with `masters` (storage, residual and a digest of the weight each belongs to, by number) and `format` beside it."""
         held = self.everybody()
         self._take_pending(held)
-        masters: dict[int, Any] = {}
-        for number, p in enumerate(held):
-            master = master_of(p)
-            if master is not None:
-                master.follow()
-                entry = {"storage": master.storage.name, "dtype": _text(p.dtype), "digest": digest(p)}
-                masters[number] = entry | ({} if master.residual is None else {"residual": master.residual})
+        masters = {number: saved for number, p in enumerate(held) if (saved := saved_master(p)) is not None}
         about = {"weights": self.weights, "states": self.codec.name, "seed": self.seed, "steps": self.steps}
         return super().state_dict() | {"masters": masters, "format": about}
 
@@ -182,6 +178,7 @@ class MasteredOptimizer(Optimizer):
         about = state_dict.get("format") or {}
         self.seed, self.steps = int(about.get("seed", self.seed)), int(about.get("steps", self.steps))
         self._pending = masters
+        self._taken = {n for n, saved in masters.items() if adopt(held[n], saved, self.weights)}  # others wait for their weights
 
     def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
         """The saved states of one parameter in this optimizer's format, on the parameter's device."""
@@ -233,7 +230,7 @@ class MasteredOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         masters = [(number, m) for number, p in enumerate(self.everybody()) if (m := master_of(p)) is not None]
-        own = {k: self.__dict__[k] for k in ("weights", "codec", "seed", "steps", "asked", "_pending", "_compiled") if k in self.__dict__}
+        own = {k: self.__dict__[k] for k in ("weights", "codec", "seed", "steps", "asked", "_pending", "_taken", "_compiled") if k in self.__dict__}
         return super().__getstate__() | own | {"carried": masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,9 +245,19 @@ class MasteredOptimizer(Optimizer):
                 p.halfstep_master = master  # type: ignore[attr-defined]
 
 
+def saved_master(p: Tensor) -> dict[str, Any] | None:
+    """What a checkpoint keeps of the master of a weight: storage, residual, and a digest of the 16 bits they belong to. None without a master."""
+    master = master_of(p)
+    if master is None:
+        return None
+    master.follow()
+    entry: dict[str, Any] = {"storage": master.storage.name, "dtype": _text(p.dtype), "digest": digest(p)}
+    return entry if master.residual is None else entry | {"residual": master.residual}
+
+
 @torch.no_grad()
-def _adopt(p: Tensor, saved: Mapping[str, Any], wanted: str | None) -> bool:
-    """Put a saved residual beside the weight that it belongs to, in the storage `wanted`; False when that is another weight now."""
+def adopt(p: Tensor, saved: Mapping[str, Any], wanted: str | None = None) -> bool:
+    """Put a master of `saved_master` beside the weight that it belongs to, in the storage `wanted`; False when that is another weight now."""
     dtype: torch.dtype = getattr(torch, saved["dtype"])
     storage, residual = STORAGES[saved["storage"]], saved.get("residual")
     weight = p.detach().to(dtype)
@@ -265,11 +272,9 @@ def _adopt(p: Tensor, saved: Mapping[str, Any], wanted: str | None) -> bool:
     if master is None:
         p.copy_(values)
     elif (storage.name, master.storage.name) == ("split24", "split"):  # the weight keeps its bits, which need not be the nearest ones
-        master.residual = torch.empty_like(p, dtype=torch.int16).copy_(residual.to(torch.int16) << 8)
-        master.wrote()
+        master.put(residual.to(torch.int16) << 8)
     elif master.storage.name == storage.name:
-        master.residual = torch.empty_like(p, dtype=residual.dtype).copy_(residual)
-        master.wrote()
+        master.put(residual)
     else:
         return False  # load_state_dict lets no other pair through; a master was attached since
     return True

@@ -106,9 +106,10 @@ class Bucket:
 
     def push(self, optimizer: Optimizer, memo: dict[int, Any], alone: bool) -> None:
         """Take over hyper-parameters, and states that belong to no parameter: as copies unless this bucket is `alone`."""
-        self._own.push(vars(optimizer), memo)
+        shared: dict[int, Tensor] = {}
+        self._own.push(vars(optimizer), memo, shared)
         for place, link in zip(self._places, self._groups, strict=True):
-            link.push(optimizer.param_groups[place], memo)
+            link.push(optimizer.param_groups[place], memo, shared)
         self.twin.state.update(loose(optimizer) if alone else copy.deepcopy(loose(optimizer), dict(memo)))
 
     def changes(self, optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:

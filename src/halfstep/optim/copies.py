@@ -53,7 +53,7 @@ def copied(optimizer: Optimizer, stand_ins: Mapping[int, Tensor], chosen: Collec
             memo[id(value)] = value.clone_state() if isolated else value
         elif isinstance(value, (nn.Module, Optimizer)):
             memo[id(value)] = value
-    own = {name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items() if name not in OWN}
+    own = {name: _rekeyed(copy.deepcopy(value, memo), stand_ins) for name, value in vars(optimizer).items() if name not in OWN}
     vars(twin).update(own, **{name: OrderedDict() for name in HOOKS}, state=defaultdict(dict), param_groups=[])
     for group in optimizer.param_groups:
         places = [i for i, p in enumerate(group["params"]) if id(p) in chosen]
@@ -64,6 +64,13 @@ def copied(optimizer: Optimizer, stand_ins: Mapping[int, Tensor], chosen: Collec
     return twin
 
 
+def _rekeyed(value: Any, stand_ins: Mapping[int, Tensor]) -> Any:
+    """A table by the id of a parameter becomes one by the id of its stand-in."""
+    if type(value) is dict and any(key in stand_ins for key in value if isinstance(key, int)):
+        return {id(stand_ins[key]) if isinstance(key, int) and key in stand_ins else key: v for key, v in value.items()}
+    return value
+
+
 class Link:
     """One dictionary of an optimizer (a group, or its attributes) and the same one of a copy."""
 
@@ -71,15 +78,23 @@ class Link:
         self.twin, self._leave, self._tensors = twin, leave, tensors
         self._sent: dict[str, tuple[Any, int]] = {}
 
-    def push(self, source: Mapping[str, Any], memo: dict[int, Any]) -> None:
-        """Hand the values of the original to the copy: tensors as copies, so that what is done to them in place is done once."""
+    def push(self, source: Mapping[str, Any], memo: dict[int, Any], tensors: dict[int, Tensor]) -> None:
+        """Hand the values of the original to the copy: tensors as copies, so that what is done to them in place is done once.
+
+        tensors: those copied for this copy of the optimizer so far, by id: groups may share one.
+        """
         self._sent.clear()
         for key in [k for k in self.twin if k not in source and k not in self._leave and self._takes(self.twin[k])]:
             del self.twin[key]
         for key, value in source.items():
             if key in self._leave or not self._takes(value):
                 continue
-            sent = value.detach().clone() if isinstance(value, Tensor) else value if plain(value) else copy.deepcopy(value, dict(memo))
+            if isinstance(value, Tensor):
+                if id(value) not in tensors:
+                    tensors[id(value)] = value.detach().clone()
+                sent = tensors[id(value)]
+            else:
+                sent = value if plain(value) else copy.deepcopy(value, dict(memo))
             self.twin[key] = sent
             self._sent[key] = (sent, sent._version if isinstance(sent, Tensor) else 0)
 
@@ -142,6 +157,5 @@ def _same_tensors(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided:
         return bool(torch.equal(a.to_dense(), b.to_dense()))
-    if not (a.is_floating_point() or a.is_complex()):
-        return bool(torch.equal(a, b.to(a.device)))
-    return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b.to(a.device)))) and bool(torch.equal(a.isnan(), b.to(a.device).isnan()))
+    b = b.to(a.device)
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is NaN

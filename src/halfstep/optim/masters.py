@@ -102,6 +102,11 @@ class Master:
         if self._copy is not None:
             self._copy.copy_(p.detach())
 
+    def put(self, residual: Tensor) -> None:
+        """Put a residual beside the parameter as it is now."""
+        self.residual, self._copy = _like(residual, self.parameter), None
+        self.wrote()
+
     def refresh(self) -> None:
         """Take the parameter as it is now for the master, with no residual."""
         if self.residual is not None:

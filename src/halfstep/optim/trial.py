@@ -67,28 +67,40 @@ def tried(optimizer: Optimizer) -> Trial:
     with _untouched(optimizer), warnings.catch_warnings(), torch.random.fork_rng(devices=_gpus(optimizer)):
         warnings.simplefilter("ignore")
         try:
-            whole, _ = _run(optimizer, lambda tiny: None)
+            whole = _run(optimizer, lambda tiny: None)
         except Exception as error:  # noqa: BLE001  whatever a foreign optimizer raises
             closure = "closure" in f"{type(error).__name__} {error}".lower()
             return Trial(False, f"it could not be tried on small tensors: {_first_line(error)}", closure=closure)
-        if not all(bool(p.isfinite().all()) for group in whole.param_groups for p in group["params"]):
+        if not whole.finite:
             return Trial(False, "it could not be tried on small tensors: their weights do not stay finite")
-        about = {"keys": _keys(whole, True), "others": _keys(whole, False)}
-        try:
-            split, at_odds = _run(optimizer, _cuts)
-            if not at_odds and _equal(whole, split):
-                return Trial(True, **about)  # type: ignore[arg-type]
-            reason = "its parameters act on each other"
-        except Exception as error:  # noqa: BLE001
-            reason = f"it fails on a part of its parameters: {_first_line(error)}"
-        try:
-            one, _ = _run(optimizer, lambda tiny: [sum(len(g["params"]) for g in tiny.param_groups)])
-            return Trial(False, reason, copies=_equal(whole, one), **about)  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001
-            return Trial(False, f"a copy of it fails: {_first_line(error)}", copies=False, **about)  # type: ignore[arg-type]
+        if not whole.moved:
+            return Trial(False, "its weights stay where they are", copies=False)
+        splits, reason = _agrees(optimizer, whole, _cuts)
+        copies, failed = (True, "") if splits else _agrees(optimizer, whole, lambda tiny: [sum(len(g["params"]) for g in tiny.param_groups)])
+        return Trial(splits, failed or reason, copies, False, _keys(whole.tiny, True), _keys(whole.tiny, False))
 
 
-def _run(optimizer: Optimizer, cuts: Callable[[Optimizer], Sequence[int] | None]) -> tuple[Optimizer, list[str]]:
+@dataclass(frozen=True)
+class _Outcome:
+    """A tiny optimizer after its steps. at_odds: hyper-parameters that its buckets changed in different ways."""
+
+    tiny: Optimizer
+    moved: bool
+    finite: bool
+    at_odds: tuple[str, ...]
+
+
+def _agrees(optimizer: Optimizer, whole: _Outcome, cuts: Callable[[Optimizer], Sequence[int]]) -> tuple[bool, str]:
+    """Whether buckets that end at `cuts` come to the bits of the whole; if not, why."""
+    try:
+        parts = _run(optimizer, cuts)
+    except Exception as error:  # noqa: BLE001
+        return False, f"a copy of it fails: {_first_line(error)}"
+    agrees = not parts.at_odds and _equal(whole.tiny, parts.tiny)
+    return agrees, "" if agrees else "its parameters act on each other"
+
+
+def _run(optimizer: Optimizer, cuts: Callable[[Optimizer], Sequence[int] | None]) -> _Outcome:
     """A few steps of a tiny optimizer, by itself where `cuts` gives None, else in buckets that end there."""
     torch.default_generator.manual_seed(0)  # not torch.manual_seed, which reaches devices that nobody here uses
     for device in _gpus(optimizer):
@@ -99,7 +111,8 @@ def _run(optimizer: Optimizer, cuts: Callable[[Optimizer], Sequence[int] | None]
     draws = torch.Generator().manual_seed(1)
     tiny = _tiny(optimizer, draws)
     held = [p for group in tiny.param_groups for p in group["params"]]
-    ends, at_odds = cuts(tiny), []
+    before = [p.detach().clone() for p in held]
+    ends, at_odds = cuts(tiny), set()
     buckets = None if ends is None else Buckets(tiny, _AsTheyAre(), {}, None, ends)
     for size in SIZES:
         for p in held:
@@ -107,8 +120,9 @@ def _run(optimizer: Optimizer, cuts: Callable[[Optimizer], Sequence[int] | None]
         if buckets is None:
             bare_step(tiny)(tiny)
         else:
-            at_odds += buckets.step(tiny, lambda twin: bare_step(twin)(twin))
-    return tiny, at_odds
+            at_odds |= set(buckets.step(tiny, lambda twin: bare_step(twin)(twin)))
+    moved = any(not torch.equal(p, q) for p, q in zip(held, before, strict=True)) or not any(p.requires_grad and p.numel() for p in held)
+    return _Outcome(tiny, moved, all(bool(p.isfinite().all()) for p in held), tuple(at_odds))
 
 
 def _tiny(optimizer: Optimizer, draws: torch.Generator) -> Optimizer:
@@ -203,7 +217,8 @@ def _keys(tiny: Optimizer, shaped: bool) -> tuple[str, ...]:
     for group in tiny.param_groups:
         for p in group["params"]:
             for key, value in dict(tiny.state.get(p, {})).items():
-                found[key] = found.get(key, False) or (isinstance(value, Tensor) and value.shape == p.shape and value.dtype == torch.float32)
+                like_it = isinstance(value, Tensor) and value.dim() > 0 and value.shape == p.shape and value.dtype == torch.float32
+                found[key] = found.get(key, False) or like_it
     return tuple(k for k, v in found.items() if v == shaped)
 
 

@@ -25,7 +25,7 @@ from halfstep.policy.memory import name_of
 
 logger = logging.getLogger("halfstep")
 BUCKET_BYTES = 64 * 2**20
-OWN = ("optimizer", "roles", "bucket_bytes", "temporary_bytes", "weights", "codec", "seed", "steps", "_pending", "_trial", "_whole", "_told")
+PASSING = frozenset(("step", "_buckets", *HOOKS))  # not carried into copies, as torch does not
 
 
 def wrap(
@@ -195,7 +195,7 @@ class Wrapped(MasteredOptimizer):
         if self._trial.closure:
             raise _closure_error(name, about)
         if not self._trial.copies:
-            raise ConfigError(f"{about}, and on small tensors one of {name} did not do what it does itself ({self._trial.reason})", STAY)
+            raise ConfigError(f"{about}, and on small tensors one of {name} did not do what it does itself: {self._trial.reason}", STAY)
         return self._trial
 
     def _narrow(self) -> bool:
@@ -228,8 +228,17 @@ class Wrapped(MasteredOptimizer):
             logger.info("states of %s: %s in %s, %s", name, ", ".join(encoded), self.codec.name, stay)
         else:
             known = name_of(self.optimizer) is not None
-            why = "They are not means, and rounding would add up" if known else UNKNOWN
+            why = "None of them can be rounded without harm" if known else UNKNOWN
             logger.info("states of %s: none in %s, %s. %s", name, self.codec.name, stay, why)
+
+    def follow(self, policy: Policy) -> None:
+        """Take the formats of a policy where none were asked for, and say which states that encodes."""
+        before = self.codec
+        super().follow(policy)
+        if self.codec is not before:
+            self._buckets = None
+            if self.codec.name != "fp32":
+                self._say_states()
 
     def train(self) -> None:
         """What the optimizer's own `train` does (schedule-free optimizers), on the masters."""
@@ -283,14 +292,14 @@ class Wrapped(MasteredOptimizer):
         return f"Wrapped ({self.optimizer!r}, weights={self.weights or 'as they are'}, states={self.codec.name}, seed={self.seed})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"carried": super().__getstate__()["carried"]} | {name: self.__dict__[name] for name in OWN}
+        return {"carried": super().__getstate__()["carried"]} | {k: v for k, v in vars(self).items() if k not in PASSING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "optimizer" not in state:  # the middle of load_state_dict
             self.optimizer.__setstate__(state)
             return
-        self.__dict__.update({name: state[name] for name in OWN}, _buckets=None)
-        super().__setstate__({"carried": state["carried"]})
+        self.optimizer, self._buckets = state["optimizer"], None
+        super().__setstate__(state)
         _lead_here(self)
 
 

@@ -143,32 +143,38 @@ def test_a_launcher_with_more_processes_is_refused(monkeypatch: pytest.MonkeyPat
 # --- models ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("dtype", "said", "remedy"),
+    ("precision", "dtype", "said", "remedy"),
     [
-        (torch.float16, "are 16-bit, so there is no fp32 master", "dtype=torch.float32, or call model.float()"),
-        (torch.bfloat16, "are 16-bit, so there is no fp32 master", "dtype=torch.float32, or call model.float()"),
-        (torch.float64, "are neither fp32 nor 16-bit", "Call model.float()"),
+        ("fp32", torch.float16, "are 16-bit, so there is no fp32 master", "dtype=torch.float32, or call model.float()"),
+        ("fp32", torch.bfloat16, "are 16-bit, so there is no fp32 master", "dtype=torch.float32, or call model.float()"),
+        ("fp16-mixed,weights=plain", torch.bfloat16, "were loaded in bf16, and weights=plain under fp16-mixed", "Use bf16-mixed,weights=plain"),
+        *((p, torch.float64, "are neither fp32 nor 16-bit", "Call model.float()") for p in ("fp32", "bf16-mixed", "fp16-lean", "bf16-true")),
     ],
 )
 def test_a_model_with_other_weights_is_refused_and_left_as_it_was(precision: str, dtype: torch.dtype, said: str, remedy: str) -> None:
     net = model().to(dtype)
     with pytest.raises(PolicyError) as caught:
-        Accelerator(precision, cpu=True).prepare(net)
+        Accelerator(precision=precision, cpu=True).prepare(net)
     assert said in caught.value.cause
     assert "4 (the first is '0.weight') of the 4 trainable parameters" in caught.value.cause
     assert remedy in caught.value.remedy
     assert "forward" not in vars(net)
     assert {p.dtype for p in net.parameters()} == {dtype}
-    Accelerator(precision, cpu=True).prepare(net.float())  # the remedy works
+    Accelerator(precision=precision.removesuffix(",weights=plain"), cpu=True).prepare(net.float())  # the remedy works
 
 
-def test_one_16_bit_layer_is_enough_for_a_refusal() -> None:
+def test_one_16_bit_layer_is_enough_for_a_refusal_in_fp32() -> None:
     net = model()
     net[2].bfloat16()
-    with pytest.raises(PolicyError, match=r"2 .the first is '2.weight'. of the 4 trainable"):
-        Accelerator("bf16", cpu=True).prepare(net)
+    with pytest.raises(PolicyError, match=r"2 .the first is '2.weight'. of the 4 trainable.* use bf16-mixed, which gives it masters, or bf16-lean"):
+        Accelerator(cpu=True).prepare(net)
+    Accelerator("bf16", cpu=True).prepare(net)  # the remedy works
+
+
+def test_plain_weights_of_a_model_that_has_no_16_bit_ones_are_refused() -> None:
+    with pytest.raises(PolicyError, match=r"weights=plain has no effect under bf16-mixed with this model: none of its 4 parameters is 16-bit"):
+        Accelerator(precision="bf16-mixed,weights=plain", cpu=True).prepare(model())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

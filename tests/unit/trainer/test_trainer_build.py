@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import halfstep
 from halfstep import TrainingArguments
 from halfstep.errors import ConfigError
 from halfstep.trainer.build import make_optimizer, make_scheduler
@@ -23,6 +24,28 @@ def test_every_choice_of_optimizer(optim: str, kind: str, fused: bool | None) ->
     assert {g["lr"] for g in optimizer.param_groups} == {0.5}
     if kind == "AdamW":
         assert {(g["betas"], g["eps"], g["fused"]) for g in optimizer.param_groups} == {((0.8, 0.7), 1e-3, fused)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "loaded", "kind"),
+    [
+        *((p, torch.float32, "torch") for p in ("fp32", "bf16-mixed", "fp16-mixed")),
+        *((p, torch.bfloat16, "halfstep") for p in ("bf16-mixed", "fp16-mixed")),
+        *((p, torch.float32, "halfstep") for p in ("bf16-lean", "fp16-lean", "bf16-true", "fp16-true", "bf16-mixed,states=int8", "fp32,states=bf16")),
+    ],
+)
+def test_the_optimizer_that_is_chosen_is_torchs_for_fp32_weights_and_states_only(precision: str, loaded: torch.dtype, kind: str) -> None:
+    args = TrainingArguments(precision=precision, learning_rate=0.5, adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-3, weight_decay=0.1, seed=7)
+    optimizer = make_optimizer(model().to(loaded), args)
+    assert type(optimizer) is (torch.optim.AdamW if kind == "torch" else halfstep.optim.AdamW)
+    assert {(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups} == {(0.5, (0.8, 0.7), 1e-3)}
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert kind == "torch" or optimizer.seed == 7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_halfsteps_adamw_may_be_named(precision: str) -> None:
+    assert type(make_optimizer(model(), TrainingArguments(optim="adamw_halfstep", precision=precision))) is halfstep.optim.AdamW
 
 
 def test_weight_decay_is_for_matrices_only_and_frozen_parameters_are_left_out() -> None:
