@@ -98,10 +98,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [m for m in caplog.messages if "master" in m and "loaded in 16 bits" in m] + [m for m in caplog.messages if "had no master" in m]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("door", [by_loop, by_accelerator])
 @pytest.mark.parametrize("form", LOADED)
-@pytest.mark.parametrize("kind", [Net, Pixels])
+@pytest.mark.parametrize(("kind", "name"), [*((Net, name) for name in OPTIMIZERS), (Pixels, "torch")])
 def test_weights_loaded_in_16_bits_move_and_do_so_as_in_fp32(
     kind: type[nn.Module], form: str, door: Callable, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,7 +142,7 @@ def test_a_model_loaded_in_16_bits_moves_in_the_trainer(flag: str, settings: dic
 
 
 @pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean", "bf16-true", "fp16-true"])
-@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_presets_with_16_bit_weights_move_them_whatever_they_were_loaded_in(precision: str, loaded: torch.dtype) -> None:
     model = Net().to(loaded)
     before = [p.detach().clone() for p in model.parameters()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import amp
+from halfstep.hardware import probe
 from halfstep.optim import AdamW, master_of
 from halfstep.policy import parse
 
@@ -168,3 +171,83 @@ def test_loss_and_gradients_are_those_of_autocast(name: str, form: str) -> None:
     for name_, p in weights.items():
         assert p.dtype == (parse(f"{form}-lean").dtype if name_ in kept else torch.float32)
         assert (master_of(p) is not None) == (name_ in kept)
+
+
+@pytest.fixture
+def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU with 16-bit instructions: torch's own autocast casts, inside its dispatcher."""
+    module = sys.modules["halfstep.amp.autocast"]
+    monkeypatch.setattr(module, "probe", lambda device: dataclasses.replace(probe(device), native=frozenset({"fp32", "bf16", "fp16"})))
+
+
+@pytest.mark.usefixtures("_native")
+@pytest.mark.parametrize("ops", ["cuda", "device"])
+@pytest.mark.parametrize(("name", "form"), [("gpt2", "bf16"), ("llama", "fp16"), ("bert", "bf16"), ("images", "bf16"), ("experts", "fp16"), ("recurrent", "bf16")])
+def test_loss_and_gradients_are_those_of_torchs_own_casts(name: str, form: str, ops: str) -> None:
+    (lean, batch), (mixed, _) = made(name, f"{form}-lean,ops={ops}"), made(name, f"{form}-mixed,ops={ops}")
+    torch.manual_seed(0)
+    stock, _ = MODELS[name]()
+    for seed in (0, 1):
+        loss = passed(lean, batch(seed))
+        assert torch.equal(loss, passed(mixed, batch(seed)))
+        assert_same_gradients(lean, mixed)
+        if ops == "device":
+            torch.manual_seed(1)
+            with torch.autocast("cpu", dtype=parse(f"{form}-lean").dtype, cache_enabled=False):
+                expected = stock.train()(**batch(seed))["loss"]
+            (expected * SCALE).backward()
+            assert torch.equal(loss, expected)
+            assert_same_gradients(lean, stock)
+        for model in (lean, mixed, stock):
+            model.zero_grad()
+    assert amp.layout(lean)["16bit"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_after_optimizer_steps_are_those_with_fp32_weights(name: str, form: str) -> None:
+    """Each step may move a master by one fp32 ulp, where 65,537 values share 65,536 codes."""
+    steps, found = 3, []
+    for precision in (f"{form}-lean", f"{form}-mixed"):
+        model, batch = made(name, precision)
+        model(**batch(0))
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        for step in range(steps):
+            passed(model, batch(step))
+            optimizer.step(factor=1 / SCALE)
+            optimizer.zero_grad()
+        found.append(model)
+    lean, mixed = found
+    for name_, p in lean.named_parameters():
+        master, reference = master_of(p), mixed.get_parameter(name_).detach()
+        values = master.read() if master is not None else p.detach()
+        room = steps * (2.0**-23 if form == "bf16" else 2.0**-22) * float(reference.abs().max())
+        assert (values - reference).abs().max() <= room, name_
+        assert torch.equal(p.detach(), values.to(p.dtype))
+
+
+def test_a_copy_of_a_lean_model_and_one_that_generates_go_on_like_autocast() -> None:
+    (lean, batch), (mixed, _) = made("llama", "bf16-lean"), made("llama", "bf16-mixed")
+    outputs = []
+    for model in (lean, mixed):
+        model.eval()
+        outputs.append(model.generate(batch(0)["input_ids"], max_new_tokens=4, do_sample=False, pad_token_id=0))
+    assert torch.equal(*outputs)
+    assert amp.layout(lean)["16bit"]
+    twin = copy.deepcopy(lean)
+    assert torch.equal(passed(twin.train(), batch(1)), passed(mixed.train(), batch(1)))
+    assert_same_gradients(twin, mixed)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of the inputs have requires_grad")
+def test_activation_checkpointing_computes_again_what_was_computed(reentrant: bool) -> None:
+    (lean, batch), (mixed, _) = made("gpt2", "bf16-lean"), made("gpt2", "bf16-mixed")
+    for model in (lean, mixed):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+    for seed in (0, 1):
+        assert torch.equal(passed(lean, batch(seed)), passed(mixed, batch(seed)))
+        assert_same_gradients(lean, mixed)
+        lean.zero_grad()
+        mixed.zero_grad()

@@ -75,6 +75,7 @@ class Accelerator:
         self.policy = self.resolution.policy
         self.gradient_accumulation_steps = self._window = gradient_accumulation_steps
         self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience, on_overflow=on_overflow, agree=agree)
+        self.scaler.run_backward_inside(functools.partial(backward_context, self.policy, self.device))
         self.sync_gradients = True
         self.last_step: StepResult | None = None
         self._held = False  # gradients of the window at hand were made and not stepped with
@@ -197,8 +198,9 @@ class Accelerator:
             self.scaler.rescale_(self.gradient_accumulation_steps / window)
             self._short = None
         part = loss / window if window > 1 else loss
+        scaled = self.scaler.scale(part)
         with backward_context(self.policy, self.device):
-            self.scaler.scale(part).backward(**kwargs)  # type: ignore[no-untyped-call]
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -261,8 +263,7 @@ class Accelerator:
         for model in self._models:
             refuse_changed(model, self._signatures[id(model)], self._optimizers)
         try:
-            with backward_context(self.policy, self.device):  # a closure or a replay runs backward passes here
-                self.last_step = self.scaler.step(optimizer, closure, max_norm=max_norm, stalled=stalled)
+            self.last_step = self.scaler.step(optimizer, closure, max_norm=max_norm, stalled=stalled)
         finally:
             self.scaler.update()
         return self.last_step

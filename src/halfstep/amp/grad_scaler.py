@@ -205,6 +205,10 @@ class GradScaler:
         """A block whose steps will be computed again if they overflow: such a refusal is not counted and moves no scale."""
         return self._engine.trying()
 
+    def run_backward_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Open `context()` around the backward passes that the scaler runs itself, to calibrate or to replay."""
+        self._engine.state.around = context
+
     def on_applied(self, optimizer: Optimizer, function: Callable[[], object]) -> None:
         """Call `function()` after each step that was applied: an EMA of the weights, a counter."""
         self._engine.state.record(optimizer).hooks.append(function)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp.mode import OPENED
+from halfstep.amp.mode import OPENED, inside
 from halfstep.amp.ops import HALF, LOW, LOW_ON_CUDA_ONLY, every_form, names
 from halfstep.optim import Master, master_of
 from halfstep.policy import Policy
@@ -105,7 +105,9 @@ class JoinedWeights:
                 break
         else:
             return False
-        return not isinstance(func, torch._ops.OpOverload)  # those run in compiled code
+        if isinstance(func, torch._ops.OpOverload):  # those run in compiled code
+            return False
+        return torch._C._current_graph_task_id() == inside.backward  # a derivative taken inside the forward pass works on what that was given
 
     def settled(self, device: str, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
         """The result of the call, or what to call the function with: (done, result, args, kwargs)."""

@@ -80,6 +80,7 @@ class Inside(threading.local):
 
     policy: Any = None
     joins: Joins | None = None
+    backward: int = -1  # number of the backward pass in which that forward pass is computed again, -1 for none
 
 
 inside = Inside()
@@ -211,15 +212,17 @@ class Within:
 
     def __init__(self, policy: Any, joins: Joins | None = None) -> None:
         self.policy, self.joins = policy, joins
-        self._before: tuple[Any, Joins | None] = (None, None)
+        self._before: tuple[Any, Joins | None, int] = (None, None, -1)
 
     def __enter__(self) -> Within:
-        self._before = (inside.policy, inside.joins)
+        self._before = (inside.policy, inside.joins, inside.backward)
         inside.policy, inside.joins = self.policy, self.joins
+        if self.joins is not None and not torch.compiler.is_compiling():
+            inside.backward = torch._C._current_graph_task_id()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        inside.policy, inside.joins = self._before
+        inside.policy, inside.joins, inside.backward = self._before
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -66,8 +67,8 @@ def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32") -> P
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not known", f"Use one of {', '.join(DTYPES)}.")
     target = Path(output)
-    if target.exists() and (not target.is_dir() or (target / WEIGHTS).exists()):
-        raise ConfigError(f"{target} {'holds a model already' if target.is_dir() else 'is a file'}", "Name a new folder.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} {'is not empty' if target.is_dir() else 'is a file'}", "Name a new folder.")
     loaded = load(checkpoint)
     facts = loaded.about.get("models", {}).get("model")
     if facts is None or "model" not in loaded.parts:
@@ -80,11 +81,14 @@ def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32") -> P
         if id(weight) not in by_weight:
             by_weight[id(weight)] = _rounded(name, _full(weight, facts["masters"].get(name), loaded.parts), DTYPES[dtype])
         state[name] = by_weight[id(weight)]
-    target.mkdir(parents=True, exist_ok=True)
-    write_weights(target, state)
-    if facts.get("config"):
-        (target / CONFIG).write_text(facts["config"])
-        _set_dtype(target / CONFIG, state)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        write_weights(target, state)
+        if facts.get("config"):
+            (target / CONFIG).write_text(facts["config"])
+            _set_dtype(target / CONFIG, state)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{target} cannot be written: {error}", "Free some space, or name another folder.") from error
     return target
 
 

@@ -119,7 +119,9 @@ class Plan:
         ends = _pieces(chunks)
 
         def work(piece: int) -> None:
-            loops.adamw_chunks(self._places, self._kinds, scalars, keys, addresses, forms, chunks, ends[piece], ends[piece + 1], np.empty(loops.BUFFERS, np.float32))
+            buffers, noise = np.empty(loops.BUFFERS, np.float32), np.empty(loops.STRETCH, np.uint32)
+            ends_here = ends[piece], ends[piece + 1]
+            loops.adamw_chunks(self._places, self._kinds, scalars, keys, addresses, forms, chunks, *ends_here, buffers, noise)
 
         pool.share(work, len(ends) - 1)
 

@@ -36,8 +36,8 @@ STATE_FP32, STATE_BF16, STATE_INT8 = 0, 1, 2  # codecs
 #   kinds    storage, format of the weight, codec of the first and of the second moment
 #   scalars  factor of the gradient, then numerics.adamw_scalars
 #   chunks   tensor, first element, end
-#   buffers  fp32 weight, first moment, second moment, gradient; noise
-BUFFERS = (5, STRETCH + APART)
+#   buffers  fp32 weight, first moment, second moment, gradient; BUFFERS is their shape
+BUFFERS = (4, STRETCH + APART)
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -546,7 +546,7 @@ def _read_gradient(form, address, start, n, factor, out):
 # ---- what is called ------------------------------------------------------------------------------------------------------------
 
 
-def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, last_chunk, buffers):
+def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, last_chunk, buffers, noise):
     p_buffer, m_buffer, v_buffer, g_buffer = buffers[0], buffers[1], buffers[2], buffers[3]
     for chunk in range(first_chunk, last_chunk):
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
@@ -554,7 +554,7 @@ def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, 
         draws = storage == SPLIT24 or storage == STOCHASTIC or first != STATE_FP32 or second != STATE_FP32
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
-            bits = buffers[4][:n].view(u32)
+            bits = noise[:n]
             if draws:
                 _draw(keys[t, 0], keys[t, 1], start, bits)
             # views of the same places in all formats; only those that the codes above name are touched

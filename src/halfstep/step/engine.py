@@ -144,7 +144,8 @@ class StepEngine:
         if not under_way:
             state.scaling.begin()
         if self._start.wants(state.scaling, reached) and not any(r.unscaled for r in state.records.values()):
-            self._start.calibrate(state.scaling, loss, reached, state.owned(), state.buffers)
+            with state.around():
+                self._start.calibrate(state.scaling, loss, reached, state.owned(), state.buffers)
             state.hopeless = self._start.hopeless
             if under_way and state.made_under is not None and state.scaling.scale < state.made_under:
                 held = [p.grad for p in state.everybody() if p.grad is not None and state.ledger.holds(p)]

@@ -80,7 +80,7 @@ def _decided(state: StepState, owner: Any, record: Record, evidence: Evidence) -
         if lower == state.scale_at_hand:
             break
         state.made_under, fall = lower, fall * fall
-        with state.buffers.untouched():  # a forward pass that is computed again may move them
+        with state.around(), state.buffers.untouched():  # a forward pass that is computed again may move them
             state.replay.run(lower, state.everybody(), state.ledger.holds)
         state.ledger.again()
         record.replays += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
@@ -40,6 +40,7 @@ class StepState:
     on_overflow: OnOverflow
     agree: Agree | None
     deferred: bool | None
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around backward passes that the engine runs itself
 
     made_under: float | None = None  # the scale of the gradients at hand; None before the first loss
     losses: int = 0  # scaled so far
