@@ -21,7 +21,10 @@ PRECISIONS = [
     "bf16-mixed",
     "fp16-mixed,scale=dynamic:65536,scale_window=3,scale_strategy=stock",
     "fp16-mixed",
-]  # a scale that moves, up and down
+    "bf16-lean",
+    "fp16-lean",
+    "bf16-true",
+]  # a scale that moves, up and down; residuals and encoded states
 TEXT = bytes(torch.randint(97, 123, (16 * 64,), generator=torch.Generator().manual_seed(3)).tolist())
 STEPS = 12
 
@@ -81,7 +84,7 @@ def outcome(made: Trainer) -> dict:
     files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("manifest.json", "custom.json")}
     lines = [timeless(json.loads(line)) for line in made.run.metrics.read_text().splitlines()]
     state = {k: v for k, v in made.state.state_dict().items() if k != "log_history"}
-    weights = {k: (v.dtype, v.numpy().tobytes()) for k, v in made.model.state_dict().items()}
+    weights = {k: (v.dtype, v.flatten().view(torch.uint8).numpy().tobytes()) for k, v in made.model.state_dict().items()}
     return {"weights": weights, "history": [timeless(r) for r in made.state.log_history], "lines": lines, "files": files, "state": state}
 
 

@@ -40,7 +40,13 @@ def gpt2() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
 def llama() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
     )
     return transformers.LlamaForCausalLM(config), lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed)}
 
@@ -59,7 +65,9 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 2, stride=2), nn.BatchNorm2d(6))
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 2, stride=2), nn.BatchNorm2d(6)
+        )
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -175,14 +183,14 @@ def test_loss_and_gradients_are_those_of_autocast(name: str, form: str) -> None:
 
 @pytest.fixture
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU with 16-bit instructions: torch's own autocast casts, inside its dispatcher."""
+    """As on a CPU with 16-bit instructions: torch's own autocast casts, inside its dispatcher. (Without them torch has no 16-bit LSTM.)"""
     module = sys.modules["halfstep.amp.autocast"]
-    monkeypatch.setattr(module, "probe", lambda device: dataclasses.replace(probe(device), native=frozenset({"fp32", "bf16", "fp16"})))
+    monkeypatch.setattr(module, "probe", lambda device: dataclasses.replace(probe(device), native=("fp32", "bf16", "fp16")))
 
 
 @pytest.mark.usefixtures("_native")
 @pytest.mark.parametrize("ops", ["cuda", "device"])
-@pytest.mark.parametrize(("name", "form"), [("gpt2", "bf16"), ("llama", "fp16"), ("bert", "bf16"), ("images", "bf16"), ("experts", "fp16"), ("recurrent", "bf16")])
+@pytest.mark.parametrize(("name", "form"), [("gpt2", "bf16"), ("llama", "fp16"), ("bert", "bf16"), ("images", "bf16"), ("experts", "fp16")])
 def test_loss_and_gradients_are_those_of_torchs_own_casts(name: str, form: str, ops: str) -> None:
     (lean, batch), (mixed, _) = made(name, f"{form}-lean,ops={ops}"), made(name, f"{form}-mixed,ops={ops}")
     torch.manual_seed(0)

@@ -107,5 +107,7 @@ def different(item: Item, weight: Weight) -> str:
         if len(wrong):
             at = int(wrong[0])
             values = f"{int(mine.reshape(-1)[at])} and not {int(plain.reshape(-1)[at])}"
-            return f"{weight.storage} {weight.dtype} {weight.codecs}: tensor {place} differs in {len(wrong)} of {mine.numel()}, first at {at}: {values}"
+            return (
+                f"{weight.storage} {weight.dtype} {weight.codecs}: tensor {place} differs in {len(wrong)} of {mine.numel()}, first at {at}: {values}"
+            )
     return ""

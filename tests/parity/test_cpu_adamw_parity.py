@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from plain_step import CODECS, STORAGES, Weight, different
+from plain_step import CODECS, STORAGES, Weight, different, raw
 from torch import Tensor
 
 pytest.importorskip("numba", reason="the compiled kernels need numba: pip install 'halfstep[cpu]'")
@@ -35,9 +35,7 @@ def gradient_of(size: int, dtype: torch.dtype, generator: torch.Generator) -> Te
 
 def make(kinds: list[tuple[str, torch.dtype, tuple[str, str], int]], generator: torch.Generator) -> list[Weight]:
     """Weights of these storages, dtypes, codecs and sizes."""
-    return [
-        Weight(storage, dtype, codecs, number).fill(weights_of(size, generator)) for number, (storage, dtype, codecs, size) in enumerate(kinds)
-    ]
+    return [Weight(storage, dtype, codecs, number).fill(weights_of(size, generator)) for number, (storage, dtype, codecs, size) in enumerate(kinds)]
 
 
 def check(weights: list[Weight], gradients: list[list[Tensor]], settings: list[list[cpu.Step]], factors: list[float]) -> list[cpu.Item]:
@@ -62,3 +60,84 @@ def test_every_storage_and_codec_has_the_bits_of_the_plain_step(storage: str, dt
     gradients = [[gradient_of(kind[3], gradient, generator) for kind in kinds] for _ in range(3)]
     settings = [[cpu.Step(3e-3, 0.9, 0.99, 1e-8, 0.1, step)] * len(kinds) for step in (1, 2, 3)]
     check(weights, gradients, settings, [2.0**-10, 1.0, 0.37 * 2.0**-10])
+
+
+def mixed() -> list[tuple[str, torch.dtype, tuple[str, str], int]]:
+    """Weights of every storage in one call, of sizes from 0 to more than a chunk."""
+    sizes = (0, 70000, 1, 4096, 129, 66000, 513, 128, 8191, 3, 65537)
+    codecs = (*product(CODECS, CODECS), ("int8", "int8"), ("bf16", "int8"))
+    return [(storage, dtype, codec, size) for (storage, dtype), codec, size in zip(STORAGES, codecs, sizes, strict=True)]
+
+
+def mixed_run(threads: int) -> tuple[list[Weight], list[cpu.Item]]:
+    """Four steps of `mixed()`: settings and gradient formats differ from weight to weight, and one step goes without some gradients."""
+    generator = torch.Generator().manual_seed(3)
+    weights = make(mixed(), generator)
+    items = [weight.item() for weight in weights]
+    plan, before = cpu.Plan(items, SEED), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for step in range(1, 5):
+            gradients = [gradient_of(kind[3], FORMATS[(number + step) % 3], generator) for number, kind in enumerate(mixed())]
+            given = [None if step == 3 and number % 3 == 1 else gradient for number, gradient in enumerate(gradients)]
+            settings = [cpu.Step(1e-3 * (1 + number), 0.9, 0.95 + 0.004 * number, 1e-6, 0.01, step, number % 2 == 1) for number in range(len(items))]
+            plan.run(given, settings, 0.25, noise_step=100 + step)
+            for weight, gradient, setting in zip(weights, given, settings, strict=True):
+                if gradient is not None:
+                    weight.step(gradient, setting, 0.25, SEED, 100 + step)
+    finally:
+        torch.set_num_threads(before)
+    return weights, items
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_many_weights_in_one_call_have_the_bits_of_the_plain_steps_on_any_number_of_threads(threads: int) -> None:
+    weights, items = mixed_run(threads)
+    assert [line for line in map(different, items, weights) if line] == []
+
+
+def test_two_runs_have_the_same_bits() -> None:
+    one, other = (mixed_run(2)[1] for _ in range(2))
+    assert all(torch.equal(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(raw(left), raw(right), strict=True))
+
+
+@pytest.mark.parametrize(("storage", "dtype"), STORAGES[1:])
+def test_every_finite_weight_with_every_kind_of_residual_is_read_and_written_alike(storage: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    codes = codes[codes.view(dtype).isfinite()]
+    generator = torch.Generator().manual_seed(5)
+    weights = []
+    for number, edge in enumerate((-(2**15), -1, 0, 1, 2**15 - 1, None, None)):
+        weight = Weight(storage, dtype, ("fp32", "fp32"), number).fill(torch.zeros(len(codes)))
+        weight.weight = codes.view(dtype).clone()
+        low = torch.randint(-(2**15), 2**15, codes.shape, generator=generator) if edge is None else torch.full(codes.shape, edge)
+        if storage == "split":
+            weight.residual = low.to(torch.int16)
+        elif storage == "split24":
+            weight.residual = (low >> 8).to(torch.int8)
+        elif storage == "kahan":  # a compensation is at most half an ulp: zero where its code would be no number
+            weight.residual = low.to(torch.int16).view(dtype).nan_to_num(0.0, 0.0, 0.0)
+        weights.append(weight)
+    gradient = torch.zeros(len(codes))
+    check(weights, [[gradient] * len(weights)], [[cpu.Step(0.0, 0.9, 0.999, 1e-8, 0.0, 1)] * len(weights)], [1.0])
+
+
+@pytest.mark.parametrize("codecs", list(product(CODECS, CODECS)))
+def test_moments_of_all_magnitudes_are_encoded_alike(codecs: tuple[str, str]) -> None:
+    generator = torch.Generator().manual_seed(11)
+    magnitudes = 2.0 ** torch.randint(-120, 60, (64, 1), generator=generator).float()
+    rows = torch.randn(64, 160, generator=generator) * magnitudes * 2.0 ** torch.randint(-30, 1, (64, 160), generator=generator).float()
+    rows[5], rows[6] = 0.0, magnitudes[6]
+    gradient = rows.reshape(-1)
+    weights = [Weight("fp32", torch.float32, codecs, number).fill(torch.zeros_like(gradient)) for number in range(4)]
+    steps = [[cpu.Step(1e-3, 0.9, 0.999, 1e-8, 0.01, step)] * 4 for step in range(1, 5)]
+    check(weights, [[gradient * sign] * 4 for sign in (1, 0.5, 0, -1)], steps, [1.0] * 4)
+
+
+def test_codes_of_a_moment_between_two_levels_follow_the_noise_of_every_value() -> None:
+    gradient = torch.full((2**16,), 0.3).index_fill(0, torch.arange(0, 2**16, 128), 1.0)
+    weights = [Weight("fp32", torch.float32, ("int8", "int8"), number).fill(torch.zeros_like(gradient)) for number in range(3)]
+    items = check(weights, [[gradient] * 3], [[cpu.Step(1e-3, 0.9, 0.999, 1e-8, 0.01, 1)] * 3], [1.0])
+    for item in items:
+        for state in (item.first, item.second):
+            assert len(set(state[0].tolist())) == 3, "the block's largest, and two levels that the others are spread over"

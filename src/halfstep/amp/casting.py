@@ -62,13 +62,13 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
     Its submodules do so too when they are called by themselves, from wherever (`model.head(x)`, a checkpointed block computed again): called
     inside the module's own forward pass they add nothing, and a block that the user opens there is obeyed.
     Modules that `policy.fp32` names run with autocast off and their 16-bit inputs cast up; they leave fp32 outputs.
-    Weights: none is touched under a `*-mixed` policy when the module was loaded in fp32. Of one loaded in 16 bits those that autocast only casts stay so
+    Weights: under `*-mixed` none is touched when the module was loaded in fp32. Of one loaded in 16 bits those that autocast only casts stay so
     and get masters, and everything else goes up to fp32. Under `*-lean` the first call puts into 16 bits what autocast only casts
-    (`halfstep.amp.layout` tells which), after a rehearsal of its forward pass that leaves no trace. Under `*-true` everything goes to 16 bits now, but
-    for modules of `policy.fp32`, batch norms, and frequencies of rotary embeddings, and floating inputs are cast.
-    The bound methods follow the module through deepcopy, the masters through pickle too. Bytes per weight: `halfstep.policy.bytes_per_parameter`.
-    Raises PolicyError at the first call when `*-lean` finds nothing to keep in 16 bits; ConfigError for a pattern that matches no module, or one that torch never calls, for a name of an op that is none, and for a
-    module that is bound.
+    (`halfstep.amp.layout` tells which), after a rehearsal of its forward pass that leaves no trace. Under `*-true` everything goes to 16 bits
+    now, but for modules of `policy.fp32`, batch norms, and frequencies of rotary embeddings; floating inputs are cast.
+    The bound methods follow the module through deepcopy, the masters through pickle too. Bytes: `halfstep.policy.bytes_per_parameter`.
+    Raises PolicyError when `*-lean` finds nothing to keep in 16 bits (at the first call); ConfigError for a pattern that matches no module, or
+    one that torch never calls, for a name of an op that is none, and for a module that is bound.
     """
     already = bound_policy(module)
     if already is not None:

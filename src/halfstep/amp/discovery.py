@@ -25,7 +25,7 @@ LARGEST_FP16 = 2.0**15  # larger weights stay fp32: a step could take them out o
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of module whose forward pass only casts its weights. ops: the functions of torch that it hands them to, one of which would do to keep them fp32."""
+    """A type of module whose forward pass only casts its weights. ops: what it hands them to; one run in fp32 keeps them fp32."""
 
     type: type[nn.Module]
     weights: tuple[str, ...]  # names, or beginnings of names that end in _
@@ -99,8 +99,6 @@ def _only_casts(part: nn.Module, name: str, policy: Policy, device: torch.device
                 weights, ops, forward = its_weights, its_ops, vars(base).get("forward")
     if not any(name == w or (w[-1] == "_" and name.startswith(w)) for w in weights) or forward_of(part) is not forward:
         return False
-    if getattr(part, "parametrizations", None) is not None and name in part.parametrizations:
-        return False
     on_device = policy.ops == "cuda" or device.type == "cuda" or not any(op in LOW_ON_CUDA_ONLY for op in ops)
     return on_device and not any(op in policy.fp32_ops for op in ops)
 
@@ -148,13 +146,13 @@ def _fits(p: Tensor, dtype: torch.dtype) -> bool:
     return p.requires_grad or p.dtype == dtype or bool(torch.equal(values.to(dtype).float(), values))
 
 
-class _Uses(TorchDispatchMode):
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which of the parameters are used other than by a cast to `dtype`, by the memory that ops are given."""
 
     supports_higher_order_operators = True
 
     def __init__(self, watched: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.direct = dtype, set[str]()
         self._names: dict[int | None, list[str]] = {}
         for name, p in watched.items():

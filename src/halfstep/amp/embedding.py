@@ -60,9 +60,9 @@ def embedding(
 ) -> Any:
     """F.embedding, with fp32 sums for the gradient of a 16-bit table: padding_idx and scale_grad_by_freq as in torch.
 
-    max_norm is applied by torch before the rows are read. Left to torch: tables in another format, those without a gradient, forward-mode derivatives, and
-    sparse=True, whose gradient is a list of rows and is summed by the optimizer that takes it. F.embedding_bag is left to torch as well: its sums over a bag
-    and its gradient are one kernel, whose modes (mean, max, weights per sample) would have to be written anew.
+    max_norm is applied by torch before the rows are read. Left to torch: tables in another format, those without a gradient, forward-mode
+    derivatives, and sparse=True, whose gradient is a list of rows and is summed by the optimizer that takes it. F.embedding_bag is left to torch as
+    well: its sums over a bag and its gradient are one kernel, whose modes (mean, max, weights per sample) would have to be written anew.
     """
     ours = weight.dtype in HALF and weight.requires_grad and torch.is_grad_enabled() and not sparse
     if not ours or forward_ad._current_level >= 0 or not (padding_idx is None or -weight.shape[0] <= padding_idx < weight.shape[0]):

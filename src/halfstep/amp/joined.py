@@ -5,7 +5,7 @@ policy keeps in 16 bits they get the master, joined anew at each use, and their 
 see the 16-bit weight; its `dtype` is answered with fp32, so that the code of a model takes the same branches. torch.compile traces past this:
 discovery has made sure that the first forward pass needs none of it.
 
-A weight that several products of one forward pass share (layers applied twice) gets the sum of their 16-bit gradients in fp32, as an fp32 weight does.
+A weight that several products of one forward pass share (layers applied twice) gets their 16-bit gradients summed in fp32, as an fp32 one does.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class JoinedWeights:
         self._asked, self._views = _listed(_QUESTIONS) | OPENED, _listed(_VIEWS)
 
     def touches(self, device: str, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether this call is given such a weight, or a view of one, and needs more than the 16 bits: no product, or one of several of that weight."""
+        """Whether this call is given such a weight, or a view of one, and is no product, or one of several that share it."""
         if func in self._products and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.dtype:
             if self.seen is not None:
                 self.seen.multiplied(args, kwargs)
@@ -159,9 +159,9 @@ class JoinedWeights:
         elif not getattr(p, "halfstep_told", False):
             p.halfstep_told = True  # type: ignore[attr-defined]
             warnings.warn(
-                f"{getattr(p, 'halfstep_name', 'a weight')} {tuple(p.shape)} is kept in 16 bits, and {name} uses it in fp32, which the first forward pass did "
-                "not do: its master is joined for this use, and each time from now on. The numbers are those of an fp32 weight; to save the "
-                "work, hold its module in fp32 (fp32=PATTERN in the precision).",
+                f"{getattr(p, 'halfstep_name', 'a weight')} {tuple(p.shape)} is kept in 16 bits, and {name} uses it in fp32, which the first forward "
+                "pass did not do: its master is joined for this use, and each time from now on. The numbers are those of an fp32 weight; to save "
+                "the work, hold its module in fp32 (fp32=PATTERN in the precision).",
                 stacklevel=6,
             )
 
@@ -177,7 +177,7 @@ class Seen:
         """Note the weights that a product is given; parts of one (packed projections) count by themselves."""
         for t in _tensors(args, kwargs):
             if isinstance(p := _base(t), nn.Parameter):
-                key = (id(p), t.storage_offset())
+                key = (id(p), int(t.storage_offset()))
                 self._products[key] = self._products.get(key, 0) + 1
 
     @property
@@ -213,7 +213,7 @@ def _base(t: Tensor) -> Tensor:
 
 
 def _is_kept(t: Tensor) -> bool:
-    """Whether a tensor is a weight kept in 16 bits, or a view of one. Asked for every argument of every function: isinstance(t, Parameter) is slow."""
+    """Whether a tensor is a weight kept in 16 bits, or a view of one. Asked for every argument of every function, so it must be fast."""
     p = t._base if type(t) is Tensor else t
     return p is not None and type(p) is not Tensor and "halfstep_master" in p.__dict__ and t.dtype in HALF
 

@@ -33,8 +33,8 @@ FP32_BUFFERS = ("inv_freq", "original_inv_freq")  # of rotary embeddings: multip
 class Layout:
     """What became of the weights of one bound module. It stands on the module, and goes with it through deepcopy and pickle.
 
-    kept: the parameters in 16 bits, by name. shared: those of them that several products of one forward pass are given. loaded: the dtype each floating parameter and buffer had when the module was bound. settled: whether the
-    first call, which decides on `kept`, has been.
+    kept: the parameters in 16 bits, by name. shared: those of them that several products of one forward pass are given. loaded: the dtype each
+    floating parameter and buffer had when the module was bound. settled: whether the first call, which decides on `kept`, has been.
     """
 
     def __init__(self, policy: Policy, device: torch.device, loaded: dict[str, torch.dtype], apart: tuple[str, ...] = ()) -> None:
@@ -108,7 +108,10 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def layout(module: nn.Module) -> dict[str, Any]:
-    """`16bit`: names of the parameters kept in 16 bits, and `loaded`: the dtype of each floating parameter and buffer when the module was bound, as text."""
+    """What became of a module's weights, as plain values.
+
+    `16bit`: names of the parameters kept in 16 bits. `loaded`: the dtype of each floating parameter and buffer when the module was bound.
+    """
     found = layout_of(module)
     if found is None:
         return {"16bit": [], "loaded": {}}
@@ -256,8 +259,8 @@ def _bring_up(module: nn.Module, made: Layout, count: int) -> None:
         made.keep(module, name)
     made.settled = not kept and not policy.is_lean
     logger.info(
-        "%s: %d parameters were loaded in 16 bits; %d that autocast only casts stay %s with %s masters, the others went up to fp32, so that the forward pass "
-        "is that of the model loaded in fp32",
+        "%s: %d parameters were loaded in 16 bits; %d that autocast only casts stay %s with %s masters, the others went up to fp32, so that the "
+        "forward pass is that of the model loaded in fp32",
         policy,
         count,
         len(kept),
@@ -298,7 +301,7 @@ def _make_whole(module: nn.Module, made: Layout, held: Collection[str]) -> None:
     made.settled = True
 
 
-# --- what is loaded into 16-bit weights: torch copies into the 16 bits, and the rest of an fp32 value belongs into the master ------------------------------
+# --- what is loaded into 16-bit weights: torch copies into the 16 bits, and the rest of an fp32 value belongs into the master ---------------------
 
 _loading = threading.local()
 
@@ -306,8 +309,8 @@ _loading = threading.local()
 def _follow_loads(part: nn.Module) -> None:
     """See to it that fp32 values loaded into this module's own 16-bit weights become their masters in full."""
     if not any(getattr(hook, "hook", None) is _before_load for hook in part._load_state_dict_pre_hooks.values()):
-        part.register_load_state_dict_pre_hook(_before_load)
-        part.register_load_state_dict_post_hook(_after_load)
+        part.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+        part.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
 
 def _leave_loads(part: nn.Module) -> None:

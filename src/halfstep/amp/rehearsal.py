@@ -21,10 +21,10 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 class Rehearsal:
     """The block in which a forward pass may run without leaving a trace.
 
-    Put back at its end: buffers and every tensor that was there before and was written to, attributes of modules, and of whatever their attributes and
-    `given` (the arguments of the forward pass) hold: containers, objects, generators of random numbers; random states of torch on the CPU and every
-    GPU in use, of Python and numpy. Hooks on modules run, and what they close over is put back too. Not seen: state inside objects written
-    in C (open files, iterators), global variables, and writes of kernels that do not declare them to anything but buffers.
+    Put back at its end: buffers and every tensor that was there before and was written to; attributes of modules, and of whatever their attributes
+    and `given` (the arguments of the forward pass) hold: containers, objects, generators of random numbers; random states of torch on the CPU and
+    every GPU in use, of Python and numpy. Hooks on modules run, and what they close over is put back too. Not seen: state inside objects
+    written in C (open files, iterators), global variables, and writes of kernels that do not declare them to anything but buffers.
     Memory while it is open: a copy of the buffers and of what was written to.
     """
 
@@ -41,11 +41,11 @@ class Rehearsal:
         self._walk([*modules, given])
         known: dict[int, Tensor] = {id(b): b for module in modules for b in module.buffers() if b.layout == torch.strided}
         self._buffers = [(b, b.detach().clone()) for b in known.values() if not torch.nn.parameter.is_lazy(b)]
-        self._writes.__enter__()
+        self._writes.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._writes.__exit__(*error)
+        self._writes.__exit__(*error)  # type: ignore[no-untyped-call]
         for undo in reversed(self._undo):
             undo()
         with torch.no_grad():
@@ -170,7 +170,7 @@ def _numpy_state(item: Any) -> Callable[[], None] | None:
 def _random_states() -> Callable[[], None]:
     """What puts the random states of torch, Python and numpy back to what they are now."""
     cpu, own = torch.get_rng_state(), random.getstate()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     numpy = sys.modules.get("numpy")
     theirs = numpy.random.get_state() if numpy is not None else None
 
@@ -207,13 +207,13 @@ def storage_of(t: Tensor) -> int | None:
     return t.untyped_storage()._cdata if t.layout == torch.strided else None
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies what is written to before it is, unless it was made inside the block."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self._made: set[int] = set()
 
@@ -224,7 +224,7 @@ class _Writes(TorchDispatchMode):
             for t in written(func, args, kwargs):
                 key = storage_of(t)
                 if key is not None and key not in self._made and key not in self.before:
-                    flat = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # type: ignore[call-overload]
+                    flat = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
                     self.before[key] = (flat, flat.clone())
         result = func(*args, **kwargs)
         if schema is not None and not func.is_view and not schema.is_mutable:

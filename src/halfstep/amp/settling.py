@@ -20,7 +20,6 @@ from halfstep.amp.lean import Layout, not_castable, settling
 from halfstep.amp.mode import Applied, Tables, Within, current
 from halfstep.amp.ops import HALF
 from halfstep.amp.rehearsal import Rehearsal
-from halfstep.policy import Policy
 
 logger = logging.getLogger("halfstep")
 Care = Literal["none", "masters", "tables"]  # what a forward pass minds: nothing more, weights kept in 16 bits, or 16-bit embedding tables
@@ -40,8 +39,8 @@ def minded(care: Care, device: str) -> AbstractContextManager[Any]:
 def settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Before the first forward pass of a bound module: rehearse it, and put into 16 bits what its policy wants there.
 
-    Put off to a later call while parameters are not there yet (lazy modules) or stand-ins for them are (torch.func). Arguments that can be read only once
-    (iterators) are not touched: the owner rule then decides alone, and uses that it could not know of join the master.
+    Put off to a later call while parameters are not there yet (lazy modules) or stand-ins for them are (torch.func). Arguments that can be read
+    only once (iterators) are not touched: the owner rule then decides alone, and uses that it could not know of join the master.
     Raises PolicyError when a `*-lean` policy finds nothing to keep in 16 bits, and whatever the forward pass raises.
     """
     if "torch._dynamo" in sys.modules:  # a compiled model is rehearsed as it was written
@@ -51,7 +50,7 @@ def settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args:
 
 
 def _eagerly(function: Callable[..., None], /, *args: Any) -> None:
-    torch.compiler.disable(_forced)(function, *args)
+    torch.compiler.disable(_forced)(function, *args)  # type: ignore[no-untyped-call]
 
 
 def _forced(function: Callable[..., None], /, *args: Any) -> None:
@@ -67,7 +66,7 @@ def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args
         if layout.settled or not _is_itself(module):
             return
         policy, device = layout.policy, layout.device
-        eager = module._orig_mod if hasattr(module, "_orig_mod") else None  # of torch.compile
+        eager: Any = getattr(module, "_orig_mod", None)  # of torch.compile
         seen = Seen()
         before = {name: master for name, p in layout.kept.items() if (master := p.halfstep_master) is not None}  # type: ignore[attr-defined]
 

@@ -134,8 +134,8 @@ def adamw(items: Sequence[Item], gradients: Sequence[Tensor | None], steps: Sequ
 def squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(sums of squares, largest magnitudes) of fp32, bf16 or fp16 CPU tensors: fp64 [n] and fp32 [n], in one pass.
 
-    Sums are taken in fp64, so that no square overflows, in an order that the number of threads does not change. An inf gives inf, a NaN gives NaN, in both.
-    An empty tensor gives 0. One that is not dense (expanded, or a slice) is copied first.
+    Sums are taken in fp64, so that no square overflows, in an order that the number of threads does not change. An inf gives inf and a
+    NaN gives NaN, in both. An empty tensor gives 0. One that is not dense (expanded, or a slice) is copied first.
     """
     tensors = [t.detach() if _is_dense(t) else t.detach().contiguous() for t in tensors]
     for t in tensors:
@@ -244,13 +244,17 @@ def _check(item: Item, i: int) -> None:
     """Raise ConfigError for an item whose tensors do not fit together: the kernel works on addresses and would write somewhere else."""
     weight, name = item.weight, f"item {i} ({item.storage}, shape {tuple(item.weight.shape)})"
     if item.storage not in STORAGES or (weight.dtype == torch.float32) != (item.storage == "fp32") or weight.dtype not in FORMATS:
-        raise ConfigError(f"{name} has {weight.dtype} weights", f"Use fp32 weights with fp32, bf16 or fp16 weights with the others of {', '.join(STORAGES)}.")
+        raise ConfigError(
+            f"{name} has {weight.dtype} weights", f"Use fp32 weights with fp32, bf16 or fp16 weights with the others of {', '.join(STORAGES)}."
+        )
     if weight.device.type != "cpu" or weight.layout != torch.strided or not _is_dense(weight):
         raise ConfigError(f"{name} is not dense on the CPU", "Keep weights that are slices or expanded out of the kernels.")
     expected = weight.dtype if item.storage == "kahan" else RESIDUALS.get(item.storage)
     found = None if item.residual is None else item.residual.dtype
     if found != expected or (item.residual is not None and not _lies_as(item.residual, weight)):
-        raise ConfigError(f"{name} has a residual of {found}, not of {expected}, or one that lies otherwise", "Make it with torch.empty_like(weight, dtype=...).")
+        raise ConfigError(
+            f"{name} has a residual of {found}, not of {expected}, or one that lies otherwise", "Make it with torch.empty_like(weight, dtype=...)."
+        )
     for state, codes in ((item.first, torch.int8), (item.second, torch.uint8)):
         if isinstance(state, Tensor):
             fits = state.dtype in (torch.float32, torch.bfloat16) and _lies_as(state, weight)

@@ -9,23 +9,20 @@ cache looks at the file of the outermost function alone.
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 
-
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 from numba import types
-from numba.core.typing.templates import Signature
-from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+from halfstep.kernels.compile import compiled, inlined, part, pointer_to, reordered
 
 i16, i32, i64, u8, i8, u32, f32, f64 = np.int16, np.int32, np.int64, np.uint8, np.int8, np.uint32, np.float32, np.float64
 
-STRETCH = 1024  # elements that are worked on at once: 4 fp32 buffers and the noise take 20 KB of a first-level cache
+STRETCH = 512  # elements that are worked on at once: 4 fp32 buffers and the noise take 10 KB of a first-level cache
 APART = 48  # elements between buffers: at distances of 4096 bytes they would compete for the same cache sets
-BLOCK = 128  # elements that share a scale
+BLOCK = 128  # elements that share a scale; this and the next as in numerics.blocks
+LEAST = 6  # the lowest code of a second moment that is not zero
 
 FP32, BF16, FP16 = 0, 1, 2  # formats of weights and gradients
 EXACT, SPLIT, SPLIT24, KAHAN, STOCHASTIC = 0, 1, 2, 3, 4  # storages; EXACT: fp32 as it is, or 16 bits with nothing beside them
@@ -40,74 +37,43 @@ STATE_FP32, STATE_BF16, STATE_INT8 = 0, 1, 2  # codecs
 BUFFERS = (4, STRETCH + APART)
 
 
-def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile for this machine without the interpreter's lock, kept on disk where numba finds a folder that it can write to."""
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True, **options)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder at all: compiled anew in every process
-        return numba.njit(nogil=True, error_model="numpy", **options)(function)  # type: ignore[no-any-return]
+_at_f32, _at_i16, _at_i8, _at_u8 = pointer_to(types.float32), pointer_to(types.int16), pointer_to(types.int8), pointer_to(types.uint8)
 
 
-def _part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A part of a compiled function."""
-    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
-
-
-def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A part that is copied into its caller before compilation: a caller of callers would have LLVM optimise everything below it once per level."""
-    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="always")(function)  # type: ignore[no-any-return]
-
-
-def _pointer_to(dtype: Any) -> Any:
-    """An intrinsic that makes a pointer of an address held in an int64."""
-
-    @intrinsic
-    def at(context: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
-        def generate(context: Any, builder: Any, signature: Signature, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(dtype)(types.int64), generate
-
-    return at  # type: ignore[no-any-return]
-
-
-_at_f32, _at_i16, _at_i8, _at_u8 = _pointer_to(types.float32), _pointer_to(types.int16), _pointer_to(types.int8), _pointer_to(types.uint8)
-
-
-@_part
+@part
 def _floats(address, start, n):
-    return numba.carray(_at_f32(address + i64(4) * start), (n,), f32)
+    return carray(_at_f32(address + i64(4) * start), (n,), f32)
 
 
-@_part
+@part
 def _halves(address, start, n):
-    return numba.carray(_at_i16(address + i64(2) * start), (n,), i16)
+    return carray(_at_i16(address + i64(2) * start), (n,), i16)
 
 
-@_part
+@part
 def _bytes(address, start, n):
-    return numba.carray(_at_i8(address + start), (n,), i8)
+    return carray(_at_i8(address + start), (n,), i8)
 
 
-@_part
+@part
 def _codes(address, start, n):
-    return numba.carray(_at_u8(address + start), (n,), u8)
+    return carray(_at_u8(address + start), (n,), u8)
 
 
-@_part
+@part
 def _blocks(address, start, n):
-    return numba.carray(_at_f32(address + i64(4) * (start // i64(BLOCK))), ((n + BLOCK - 1) // BLOCK,), f32)
+    return carray(_at_f32(address + i64(4) * (start // i64(BLOCK))), ((n + BLOCK - 1) // BLOCK,), f32)
 
 
 # ---- one number ----------------------------------------------------------------------------------------------------------------
 
 
-@_part
+@part
 def _bf16_value(h):
     return i32(i32(h) << i32(16)).view(f32)
 
 
-@_part
+@part
 def _fp16_value(h):
     bits = i32(i32(h & i32(0x7FFF)) << i32(13))
     value = i32(bits + i32(0x38000000)).view(f32)  # the exponent's bias goes from 15 to 127
@@ -118,7 +84,7 @@ def _fp16_value(h):
     return i32(f32(value).view(i32) | i32(i32(h & i32(0x8000)) << i32(16))).view(f32)
 
 
-@_part
+@part
 def _bf16_nearest(x):
     b = f32(x).view(i32)
     h = i32(i32(b + i32(i32(0x7FFF) + i32(i32(b >> i32(16)) & i32(1)))) >> i32(16))
@@ -127,7 +93,7 @@ def _bf16_nearest(x):
     return h
 
 
-@_part
+@part
 def _fp16_nearest(x):
     b = f32(x).view(i32)
     a = i32(b & i32(0x7FFFFFFF))
@@ -141,7 +107,7 @@ def _fp16_nearest(x):
     return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
 
 
-@_part
+@part
 def _bf16_stochastic(x, noise):
     b = f32(x).view(i32)
     a = i32(b & i32(0x7FFFFFFF))
@@ -153,7 +119,7 @@ def _bf16_stochastic(x, noise):
     return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
 
 
-@_part
+@part
 def _fp16_stochastic(x, noise):
     b = f32(x).view(i32)
     a = i32(b & i32(0x7FFFFFFF))
@@ -168,13 +134,13 @@ def _fp16_stochastic(x, noise):
     return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
 
 
-@_part
+@part
 def _fp16_ulp_exponent(h):
     """Exponent field (of fp32) of the distance of fp16 numbers at the code `h`."""
     return i32(max(i32(i32(h >> i32(10)) & i32(31)), i32(1)) + i32(102))
 
 
-@_part
+@part
 def _fp16_saturated(x):
     """Rounded to nearest even, stopping at 65504."""
     h = _fp16_nearest(x)
@@ -183,7 +149,7 @@ def _fp16_saturated(x):
     return h
 
 
-@_part
+@part
 def _state_noise(bits):
     y = u32(u32(bits) * u32(0x2C1B3C6D))
     return u32(y ^ u32(y >> u32(15)))
@@ -192,7 +158,7 @@ def _state_noise(bits):
 # ---- noise ---------------------------------------------------------------------------------------------------------------------
 
 
-@_part
+@part
 def _draw(key1, key2, start, out):
     base = u32(start)
     for i in range(out.shape[0]):
@@ -207,37 +173,37 @@ def _draw(key1, key2, start, out):
 # ---- decoding: into an fp32 buffer ---------------------------------------------------------------------------------------------
 
 
-@_part
+@part
 def _read_bf16(source, factor, out):
     for i in range(out.shape[0]):
         out[i] = f32(_bf16_value(i32(source[i])) * factor)
 
 
-@_part
+@part
 def _read_fp16(source, factor, out):
     for i in range(out.shape[0]):
         out[i] = f32(_fp16_value(i32(source[i])) * factor)
 
 
-@_part
+@part
 def _read_fp32(source, factor, out):
     for i in range(out.shape[0]):
         out[i] = f32(source[i] * factor)
 
 
-@_part
+@part
 def _join_bf16(high, low, out):
     for i in range(out.shape[0]):
         out[i] = i32(i32(i32(high[i]) << i32(16)) + i32(low[i])).view(f32)
 
 
-@_part
+@part
 def _join_bf16_8(high, low, out):
     for i in range(out.shape[0]):
         out[i] = i32(i32(i32(high[i]) << i32(16)) + i32(i32(low[i]) << i32(8))).view(f32)
 
 
-@_part
+@part
 def _join_fp16(high, low, out):
     for i in range(out.shape[0]):
         h = i32(high[i])
@@ -245,7 +211,7 @@ def _join_fp16(high, low, out):
         out[i] = f32(_fp16_value(h) + f32(f32(i32(low[i])) * unit))
 
 
-@_part
+@part
 def _join_fp16_8(high, low, out):
     for i in range(out.shape[0]):
         h = i32(high[i])
@@ -253,52 +219,54 @@ def _join_fp16_8(high, low, out):
         out[i] = f32(_fp16_value(h) + f32(f32(i32(i32(low[i]) << i32(8))) * unit))
 
 
-@_part
+@part
 def _add_bf16(source, out):
     for i in range(out.shape[0]):
         out[i] = f32(out[i] + _bf16_value(i32(source[i])))
 
 
-@_part
+@part
 def _add_fp16(source, out):
     for i in range(out.shape[0]):
         out[i] = f32(out[i] + _fp16_value(i32(source[i])))
 
 
-@_part
+@part
 def _first_value(code, scale):
     x = f32(f32(i32(abs(i32(code)))) * f32(1 / 127))
     return f32(f32(x * x) * scale)
 
 
-@_part
+@part
 def _second_value(code, scale):
     x = f32(f32(i32(code)) * f32(1 / 255))
     x = f32(x * x)
     return f32(f32(x * x) * scale)
 
 
-@_part
+@part
 def _read_first(codes, scales, out):
     for block in range(scales.shape[0]):
         begin, scale = block * BLOCK, scales[block]
-        for i in range(begin, min(begin + BLOCK, out.shape[0])):
-            x = _first_value(codes[i], scale)
-            out[i] = f32(-x) if i32(codes[i]) < i32(0) else x
+        k, x = codes[begin : begin + BLOCK], out[begin : begin + BLOCK]  # indices from 0: numba then sees that none is negative
+        for i in range(x.shape[0]):
+            value = _first_value(k[i], scale)
+            x[i] = f32(-value) if i32(k[i]) < i32(0) else value
 
 
-@_part
+@part
 def _read_second(codes, scales, out):
     for block in range(scales.shape[0]):
         begin, scale = block * BLOCK, scales[block]
-        for i in range(begin, min(begin + BLOCK, out.shape[0])):
-            out[i] = _second_value(codes[i], scale)
+        k, x = codes[begin : begin + BLOCK], out[begin : begin + BLOCK]
+        for i in range(x.shape[0]):
+            x[i] = _second_value(k[i], scale)
 
 
 # ---- the update rule: the twin of numerics.updates.adamw_ ------------------------------------------------------------------------
 
 
-@_part
+@part
 def _update(p, g, m, v, scalars):
     decay, rise1, keep2, rise2, root2, floor, size = scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]
     for i in range(p.shape[0]):
@@ -314,37 +282,37 @@ def _update(p, g, m, v, scalars):
 # ---- encoding: out of an fp32 buffer -------------------------------------------------------------------------------------------
 
 
-@_part
+@part
 def _write_bf16(x, out):
     for i in range(x.shape[0]):
         out[i] = i16(_bf16_nearest(x[i]))
 
 
-@_part
+@part
 def _write_fp16(x, out):
     for i in range(x.shape[0]):
         out[i] = i16(_fp16_nearest(x[i]))
 
 
-@_part
+@part
 def _write_bf16_stochastic(x, bits, out):
     for i in range(x.shape[0]):
         out[i] = i16(_bf16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
 
 
-@_part
+@part
 def _write_fp16_stochastic(x, bits, out):
     for i in range(x.shape[0]):
         out[i] = i16(_fp16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
 
 
-@_part
+@part
 def _bf16_rest(x, h):
     """What the code `h` misses of `x`, as a difference of bits."""
     return min(max(i32(f32(x).view(i32) - i32(h << i32(16))), i32(-0x8000)), i32(0x8000))
 
 
-@_part
+@part
 def _fp16_rest(x, h):
     """What the code `h` misses of `x`, in 2^-16 of the distance of fp16 numbers there."""
     count = i32(i32(i32(270) - _fp16_ulp_exponent(h)) << i32(23)).view(f32)  # 2^16 over that distance
@@ -353,7 +321,7 @@ def _fp16_rest(x, h):
     return i32(rest)
 
 
-@_part
+@part
 def _split_bf16(x, high, low):
     for i in range(x.shape[0]):
         h = _bf16_nearest(x[i])
@@ -361,7 +329,7 @@ def _split_bf16(x, high, low):
         low[i] = i16(min(_bf16_rest(x[i], h), i32(0x7FFF)))
 
 
-@_part
+@part
 def _split_bf16_8(x, bits, high, low):
     for i in range(x.shape[0]):
         h = _bf16_nearest(x[i])
@@ -371,7 +339,7 @@ def _split_bf16_8(x, bits, high, low):
         low[i] = i8(i32(-128) if carried else rest)
 
 
-@_part
+@part
 def _split_fp16(x, high, low):
     for i in range(x.shape[0]):
         h = _fp16_saturated(x[i])
@@ -379,7 +347,7 @@ def _split_fp16(x, high, low):
         low[i] = i16(min(_fp16_rest(x[i], h), i32(0x7FFF)))
 
 
-@_part
+@part
 def _split_fp16_8(x, bits, high, low):
     for i in range(x.shape[0]):
         h = _fp16_saturated(x[i])
@@ -396,7 +364,7 @@ def _split_fp16_8(x, bits, high, low):
         low[i] = i8(rest)
 
 
-@_part
+@part
 def _kahan_bf16(x, high, low):
     for i in range(x.shape[0]):
         h = _bf16_nearest(x[i])
@@ -407,7 +375,7 @@ def _kahan_bf16(x, high, low):
         low[i] = i16(_bf16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
 
 
-@_part
+@part
 def _kahan_fp16(x, high, low):
     for i in range(x.shape[0]):
         h = _fp16_saturated(x[i])
@@ -416,19 +384,19 @@ def _kahan_fp16(x, high, low):
         low[i] = i16(_fp16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
 
 
-@_part
+@part
 def _write_bf16_first(x, bits, out):
     for i in range(x.shape[0]):
         out[i] = i16(_bf16_stochastic(x[i], i32(_state_noise(bits[i]) & u32(0xFFFF))))
 
 
-@_part
+@part
 def _write_bf16_second(x, bits, out):
     for i in range(x.shape[0]):
         out[i] = i16(_bf16_stochastic(x[i], i32(_state_noise(bits[i]) >> u32(16))))
 
 
-@_part
+@part
 def _largest(x):
     """The largest magnitude in `x`."""
     found = i32(0)
@@ -437,50 +405,44 @@ def _largest(x):
     return i32(found).view(f32)
 
 
-@_part
-def _write_first(x, bits, codes, scales):
+@part
+def _write_first(values, noise, codes, scales):
     for block in range(scales.shape[0]):
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, x.shape[0])
-        scale = _largest(x[begin:end])
+        begin = block * BLOCK
+        x, bits, out = values[begin : begin + BLOCK], noise[begin : begin + BLOCK], codes[begin : begin + BLOCK]
+        scale = _largest(x)
         scales[block] = scale
         by = scale if scale > f32(0) else f32(1)
-        for i in range(begin, end):
+        for i in range(x.shape[0]):
             value = f32(abs(x[i]))
-            t = f32(f32(np.sqrt(f32(value / by))) * f32(127))
-            k = min(i32(t), i32(126))
-            low = _first_value(k, scale)
-            high = _first_value(i32(k + i32(1)), scale)
+            k = min(i32(f32(f32(np.sqrt(f32(value / by))) * f32(127))), i32(126))
+            low, high = _first_value(k, scale), _first_value(i32(k + i32(1)), scale)
             chance = f32(f32(f32(i32(_state_noise(bits[i]) & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
-            if f32(value - low) > f32(f32(high - low) * chance):
-                k = i32(k + i32(1))
-            codes[i] = i8(i32(-k) if x[i] < f32(0) else k)
+            k = i32(k + i32(f32(value - low) > f32(f32(high - low) * chance)))
+            out[i] = i8(i32(-k) if x[i] < f32(0) else k)
 
 
-@_part
-def _write_second(x, bits, codes, scales):
+@part
+def _write_second(values, noise, codes, scales):
     for block in range(scales.shape[0]):
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, x.shape[0])
-        scale = _largest(x[begin:end])
+        begin = block * BLOCK
+        x, bits, out = values[begin : begin + BLOCK], noise[begin : begin + BLOCK], codes[begin : begin + BLOCK]
+        scale = _largest(x)
         scales[block] = scale
         by = scale if scale > f32(0) else f32(1)
-        for i in range(begin, end):
-            value = f32(x[i])
-            t = f32(f32(np.sqrt(f32(np.sqrt(f32(value / by))))) * f32(255))
-            k = min(i32(t), i32(254))
-            low = _second_value(k, scale)
-            high = _second_value(i32(k + i32(1)), scale)
+        for i in range(x.shape[0]):
+            value = f32(abs(x[i]))
+            k = min(i32(f32(f32(np.sqrt(f32(np.sqrt(f32(value / by))))) * f32(255))), i32(254))
+            low, high = _second_value(k, scale), _second_value(i32(k + i32(1)), scale)
             chance = f32(f32(f32(i32(_state_noise(bits[i]) >> u32(16))) + f32(0.5)) * f32(1 / 65536))
-            if f32(value - low) > f32(f32(high - low) * chance):
-                k = i32(k + i32(1))
-            if value > f32(0):
-                k = max(k, i32(1))
-            codes[i] = u8(k)
+            k = i32(k + i32(f32(value - low) > f32(f32(high - low) * chance)))
+            out[i] = u8(max(k, i32(LEAST) if value > f32(0) else i32(0)))
 
 
 # ---- which of them -------------------------------------------------------------------------------------------------------------
 
 
-@_inlined
+@inlined
 def _read_weight(storage, form, high, low, low8, out):
     if form == BF16:
         if storage == SPLIT:
@@ -501,7 +463,7 @@ def _read_weight(storage, form, high, low, low8, out):
             _add_fp16(low, out)
 
 
-@_inlined
+@inlined
 def _write_weight(x, bits, storage, form, high, low, low8):
     if form == BF16:
         if storage == SPLIT:
@@ -526,7 +488,7 @@ def _write_weight(x, bits, storage, form, high, low, low8):
         _write_fp16(x, high)
 
 
-@_inlined
+@inlined
 def _read_gradient(form, address, start, n, factor, out):
     """The gradient times `factor`: fp32 as it lies in memory where nothing is to be done, else in `out`."""
     g = out[:n]
@@ -551,7 +513,7 @@ def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, 
     for chunk in range(first_chunk, last_chunk):
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
         storage, form, first, second = kinds[t, 0], kinds[t, 1], kinds[t, 2], kinds[t, 3]
-        draws = storage == SPLIT24 or storage == STOCHASTIC or first != STATE_FP32 or second != STATE_FP32
+        draws = storage in (SPLIT24, STOCHASTIC) or first != STATE_FP32 or second != STATE_FP32
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
             bits = noise[:n]
@@ -595,8 +557,7 @@ def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, 
 def _squares(addresses, forms, chunks, sums, largest, first, last, buffers):
     for chunk in range(first, last):
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
-        total, most = f64(0), f32(0)
-        bits = i32(0)
+        total, bits = f64(0), i32(0)
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
             x = _read_gradient(forms[t], addresses[t], start, n, f32(1), buffers[0])
@@ -606,7 +567,7 @@ def _squares(addresses, forms, chunks, sums, largest, first, last, buffers):
         largest[chunk] = i32(bits).view(f32)
 
 
-@numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc"})
+@reordered
 def _sum_of_squares(x):
     total = f64(0)
     for i in range(x.shape[0]):
@@ -615,5 +576,5 @@ def _sum_of_squares(x):
     return total
 
 
-adamw_chunks = _compiled(_adamw)
-squares_chunks = _compiled(_squares)
+adamw_chunks = compiled(_adamw)
+squares_chunks = compiled(_squares)

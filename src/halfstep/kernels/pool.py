@@ -79,7 +79,7 @@ _pool = _Pool()
 
 def _forget() -> None:
     """A forked process has none of the threads, and perhaps a lock that nobody will release."""
-    global _pool  # noqa: PLW0603
+    global _pool
     _pool = _Pool()
 
 

@@ -65,7 +65,7 @@ def _encode(flat: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, T
     share = 0.5 if noise is None else _blocks(noise.float().add_(0.5).mul_(2.0**-16))
     k.add_((magnitude - low) > high.sub_(low).mul_(share))
     if not signed:
-        k = torch.where(magnitude > 0, k.clamp(min=1), k)
+        k = torch.where(magnitude > 0, k.clamp(min=LEAST), k)
     code = k.view(-1)[: flat.numel()].to(torch.uint8)
     return (torch.where(flat < 0, -code.view(torch.int8), code.view(torch.int8)) if signed else code), scales
 

@@ -11,8 +11,9 @@ AdamWScalars = tuple[float, float, float, float, float, float, float]
 
 
 def adamw_scalars(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> AdamWScalars:
-    """The seven numbers of one AdamW step, as Python floats: decay, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^step), eps, lr / (1 - beta1^step).
+    """The seven numbers of one AdamW step, as Python floats.
 
+    1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^step), eps, lr / (1 - beta1^step);
     step counts from 1. An update rule rounds each of them to fp32 once, when it is used.
     """
     decay, rise1, rise2 = 1 - lr * weight_decay, 1 - beta1, 1 - beta2

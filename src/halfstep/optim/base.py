@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, ConfigError, suggest
-from halfstep.numerics import Noise
+from halfstep.numerics import BLOCK, Noise
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
 from halfstep.optim.masters import HALF, Master, attach, digest, master_of, storage_named
 from halfstep.optim.storage import STORAGES
@@ -65,7 +65,7 @@ class MasteredOptimizer(Optimizer):
                 )
         self.weights = self.weights if self.asked[0] is not None else wanted[0]
         if self.asked[1] is None and self.codec.name != policy.states:
-            if self.state:
+            if self.steps:
                 raise ConfigError(
                     f"this {type(self).__name__} has states in {self.codec.name} already, and the precision {policy} has states={policy.states}",
                     "Prepare the optimizer before its first step.",
@@ -194,7 +194,7 @@ class MasteredOptimizer(Optimizer):
             if known is None and value.shape == p.shape:  # fp64 and complex states are never encoded
                 state[key] = _moved(key, value, p)
                 continue
-            if known is None or (known.name != "int8" and value.shape != p.shape) or (known.name == "int8" and value.numel() != p.numel()):
+            if known is None or not _fits(parts, p):
                 raise CheckpointError(
                     f"the saved {key} of parameter {number} is {_text(value.dtype)} {tuple(value.shape)}, and the parameter has {tuple(p.shape)}",
                     "Build the model and the optimizer as the run that saved it did.",
@@ -214,10 +214,13 @@ class MasteredOptimizer(Optimizer):
 
     def _check_master(self, number: int, p: Tensor | None, entry: Mapping[str, Any]) -> None:
         residual = entry.get("residual")
-        if p is None or entry["storage"] not in STORAGES or (residual is not None and residual.shape != p.shape):
+        storage = STORAGES.get(str(entry.get("storage")))
+        expected = storage.residual_dtype(getattr(torch, entry["dtype"])) if storage is not None else None
+        found = (None, None) if residual is None else (residual.dtype, residual.shape)
+        if p is None or storage is None or found != ((None, None) if expected is None else (expected, p.shape)):
             raise CheckpointError(
-                f"the saved master of parameter {number} is {entry['storage']} {tuple(residual.shape) if residual is not None else ''}, and does "
-                f"not fit {'any parameter here' if p is None else tuple(p.shape)}",
+                f"the saved master of parameter {number} ({entry.get('storage')}) has a residual of {found[0]} {tuple(found[1] or ())}, and one of "
+                f"{expected} {tuple(p.shape) if p is not None else ''} would fit",
                 "Build the model and the optimizer as the run that saved it did.",
             )
         master = master_of(p)
@@ -283,6 +286,13 @@ def adopt(p: Tensor, saved: Mapping[str, Any], wanted: str | None = None) -> boo
 def _converts(p: Tensor, entry: Mapping[str, Any], wanted: str) -> bool:
     """Whether a saved residual can be brought into another storage without rounding, as far as can be known before the weights are loaded."""
     return entry["storage"] in ("stochastic", "plain") or (entry["storage"], wanted) == ("split24", "split")
+
+
+def _fits(parts: Mapping[str, Tensor], p: Tensor) -> bool:
+    """Whether an encoded state has as many elements as its parameter, and as many scales as these have blocks."""
+    if SCALE in parts:
+        return parts[""].numel() == p.numel() and parts[SCALE].numel() == -(-p.numel() // BLOCK)
+    return parts[""].shape == p.shape
 
 
 def _moved(key: str, value: Any, p: Tensor) -> Any:

@@ -108,7 +108,7 @@ class Link:
             if value is sent and (plain(value) or (isinstance(value, Tensor) and value._version == version)):
                 continue
             back = value if plain(value) or isinstance(value, Tensor) else copy.deepcopy(value, dict(memo))
-            if sent is MISSING or not same(back, source.get(key, MISSING)):
+            if not same(back, source.get(key, MISSING)):
                 found[key] = back
         return found
 

@@ -165,7 +165,7 @@ class Wrapped(MasteredOptimizer):
         trial = self._check_copies()
         if self._buckets is None or self._buckets.signature != signature(self.optimizer):
             limit = self.bucket_bytes if trial.splits and not self._whole else None
-            _move_states(self.optimizer)
+            move_states(self.optimizer)
             encoded = len(self.roles) if self.codec.name != "fp32" else 0
             costs = {id(p): cost(p, encoded) for p in self.everybody()}
             self._buckets = Buckets(self.optimizer, self, costs, limit)
@@ -353,7 +353,7 @@ def _widen(optimizer: Optimizer) -> None:
         logger.info("%d states of 16-bit parameters were 16-bit themselves, made without master weights: they go on in fp32", count)
 
 
-def _move_states(optimizer: Optimizer) -> None:
+def move_states(optimizer: Optimizer) -> None:
     """States follow parameters that were moved to another device."""
     for p, state in optimizer.state.items():
         if isinstance(p, Tensor):

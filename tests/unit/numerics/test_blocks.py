@@ -42,7 +42,7 @@ def test_codes_stand_for_the_levels_of_the_formulas(signed: bool, scale: float) 
     codes = all_codes(signed)
     scales = torch.full((2,), scale)
     got = decode(codes, scales, signed, codes.shape).double()
-    assert torch.allclose(got, levels(signed) * float(scales[0]), rtol=4e-7, atol=0)
+    assert torch.allclose(got, levels(signed) * float(scales[0]), rtol=1e-6, atol=0)
 
 
 @SIGNED
@@ -52,7 +52,7 @@ def test_every_code_is_encoded_as_itself(signed: bool, scale: float) -> None:
     codes = all_codes(signed)
     scales = torch.full((2,), scale)
     top = codes.max()
-    codes = torch.cat([codes[:127], top[None], codes[127:], top[None]])  # both blocks reach the scale
+    codes = torch.cat([codes[:127], top[None], codes[127:]])  # both blocks reach the scale
     x = decode(codes, scales, signed, codes.shape)
     for bits in (None, torch.zeros(codes.numel(), dtype=torch.int32), torch.full((codes.numel(),), 0xFFFF, dtype=torch.int32), noise_for(x, 1)):
         again, scales_again = encode(x, signed, bits)
@@ -114,13 +114,12 @@ def test_sizes(signed: bool, numel: int) -> None:
     assert codes.shape == (numel,)
     assert scales.shape == (math.ceil(numel / BLOCK),)
     assert decode(codes, scales, signed, x.shape).shape == x.shape
-    last = slice(numel // BLOCK * BLOCK, None)
-    for part in (slice(0, min(numel, BLOCK)), last):
+    for start in {0, max(0, numel - 1) // BLOCK * BLOCK}:
+        part = slice(start, start + BLOCK)
         alone, scale = encode(x[part], signed, noise[part])
         assert torch.equal(alone, codes[part])
-        assert scale.tolist() == [float(x[part].abs().max())] * min(1, alone.numel())
-    if numel:
-        assert torch.equal(scales[-1:], encode(x[-((numel - 1) % BLOCK + 1) :], signed)[1])
+        assert torch.equal(scale, scales[start // BLOCK : start // BLOCK + 1])
+        assert not numel or float(scale) == float(x[part].abs().max())
 
 
 @SIGNED

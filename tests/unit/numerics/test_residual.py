@@ -113,7 +113,7 @@ def test_fp16_below_2_to_the_minus_17_keeps_2_to_the_minus_40() -> None:
     x = ((bits & -0x7F800001) | (exponent << 23)).view(torch.float32)
     joined = join(*split(x, FP16)).double()
     lost = x.double() - joined
-    assert 0 <= float(lost.min())  # rounded down
+    assert float(lost.min()) >= 0  # rounded down
     assert float(lost.max()) <= 2.0**-40
     assert bool((lost > 0).any())
 
@@ -245,5 +245,5 @@ def test_other_widths_and_dtypes_are_refused() -> None:
         split(x, torch.float32)
     with pytest.raises(ConfigError, match="fp32 tensors"):
         split(x.double(), BF16)
-    with pytest.raises(ConfigError, match="residual in torch.int32"):
+    with pytest.raises(ConfigError, match="residual in"):
         join(x.bfloat16(), torch.zeros(2, dtype=torch.int32))

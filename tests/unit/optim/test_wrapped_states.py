@@ -17,7 +17,7 @@ from torch import nn, optim
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.numerics import Noise, state_noise, stochastic
 from halfstep.optim import attach, master_of
-from halfstep.optim.wrap import Wrapped, wrap
+from halfstep.optim.wrap import Wrapped, move_states, wrap
 from halfstep.policy import parse
 
 SHAPES = ((4, 5), (6,), (2, 2, 3), ())
@@ -96,6 +96,34 @@ def test_states_in_fp32_become_encoded_in_a_run_that_goes_on() -> None:
     wrapped.step()
     assert wrapped.state[held[0]]["exp_avg"].dtype == torch.bfloat16
     assert int(wrapped.state[held[0]]["step"]) == 2
+
+
+def test_states_that_the_optimizer_drops_are_gone() -> None:
+    class Dropping(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                if self.state[p].pop("first", None) is None:
+                    self.state[p]["first"] = torch.ones(())
+                p.sub_(p.grad)
+
+    held = tensors()
+    wrapped = wrap(Dropping(held, lr=0.1))
+    state = wrapped.state[held[0]]
+    for step in range(3):
+        feed(held, step)
+        wrapped.step()
+        assert list(wrapped.state[held[0]]) == (["first"] if step % 2 == 0 else [])
+    assert wrapped.state[held[0]] is state
+
+
+def test_states_follow_their_weights_to_another_device() -> None:
+    weight = nn.Parameter(torch.zeros(3, 2, device="meta"))
+    optimizer = optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = {"mean": torch.zeros(3, 2), "step": torch.zeros(()), "codes": torch.zeros(6), "codes_scale": torch.zeros(1)}
+    move_states(optimizer)
+    devices = {key: value.device.type for key, value in optimizer.state[weight].items()}
+    assert devices == {"mean": "meta", "step": "cpu", "codes": "meta", "codes_scale": "meta"}
 
 
 @pytest.mark.parametrize("states", ["fp32", "int8"])

@@ -88,9 +88,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.parametrize("way", ["scaler", "torch"])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 @pytest.mark.parametrize("micro", [1, 3])
-def test_without_kernels_a_late_clip_is_a_clip_bit_for_bit(
-    micro: int, max_norm: float, way: str, make: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_kernels_a_late_clip_is_a_clip_bit_for_bit(micro: int, max_norm: float, way: str, make: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16 gradients are widened before a clip by hand, so both multiply the same fp32 numbers by the same fp32 coefficient."""
     monkeypatch.setenv("HALFSTEP_KERNELS", "off")
     late, by_hand = (Run(w, max_norm, OPTIMIZERS[make], torch.float16, micro=micro, **SCALED) for w in ("late", way))

@@ -1,0 +1,54 @@
+"""How functions are compiled by numba, and how they get at tensors: by address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+from numba import types
+from numba.extending import intrinsic
+
+Function = Callable[..., Any]
+_OPTIONS: dict[str, Any] = {"error_model": "numpy"}  # dividing by zero gives inf, with no branch that would stop vectorisation
+_PART: dict[str, Any] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # never called from Python: a third less to compile
+
+
+def compiled(function: Function) -> Function:
+    """Compile for this machine at the first call, to run without the interpreter's lock, and keep the result on disk.
+
+    In NUMBA_CACHE_DIR, beside the function's file or in the user's cache folder: the first that can be written to. Where none can,
+    every process compiles for itself.
+    """
+    try:
+        return cast(Function, numba.njit(nogil=True, cache=True, **_OPTIONS)(function))
+    except RuntimeError:  # "no locator available"
+        return cast(Function, numba.njit(nogil=True, **_OPTIONS)(function))
+
+
+def part(function: Function) -> Function:
+    """A part of a compiled function, compiled for itself."""
+    return cast(Function, numba.njit(**_PART)(function))
+
+
+def reordered(function: Function) -> Function:
+    """A part whose sums may be taken in any order, which vectorises them; in compiled code the order is always the same."""
+    return cast(Function, numba.njit(fastmath={"reassoc"}, **_PART)(function))
+
+
+def inlined(function: Function) -> Function:
+    """A part that is copied into its caller first: LLVM optimises what a function calls anew for every level of callers."""
+    return cast(Function, numba.njit(inline="always", **_PART)(function))
+
+
+def pointer_to(dtype: Any) -> Function:
+    """A part that makes a pointer to `dtype` of an address in an int64."""
+
+    @intrinsic
+    def at(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(dtype)(types.int64), generate  # type: ignore[no-untyped-call]
+
+    return at
