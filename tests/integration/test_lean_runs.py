@@ -136,7 +136,6 @@ CASES = [
     ("convolutions", "bf16", by_trainer),
     ("gpt2", "bf16", by_trainer),
     ("gpt2", "fp16", by_accelerator),
-    ("gpt2", "bf16", by_loop),
 ]
 
 

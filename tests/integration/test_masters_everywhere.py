@@ -169,7 +169,9 @@ def test_transformers_default_load_of_a_16_bit_gpt2_moves_with_its_tied_head(tmp
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     before = [p.detach().clone() for p in model.parameters()]
     ids = torch.randint(0, 32, (64, 16), generator=torch.Generator().manual_seed(2))
-    args = TrainingArguments(str(tmp_path / "run"), bf16=True, use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=STEPS, learning_rate=RATE)
+    args = TrainingArguments(
+        str(tmp_path / "run"), bf16=True, use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=STEPS, learning_rate=RATE
+    )
     with caplog.at_level(logging.INFO, "halfstep"):
         Trainer(model, args, train_dataset=[{"input_ids": i, "labels": i} for i in ids]).train()
     assert len(told(caplog)) == 1

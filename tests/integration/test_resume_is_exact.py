@@ -23,7 +23,6 @@ PRECISIONS = [
     "fp16-mixed",
     "bf16-lean",
     "fp16-lean",
-    "bf16-true",
 ]  # a scale that moves, up and down; residuals and encoded states
 TEXT = bytes(torch.randint(97, 123, (16 * 64,), generator=torch.Generator().manual_seed(3)).tolist())
 STEPS = 12

@@ -86,7 +86,9 @@ def test_a_model_loaded_in_16_bits_is_refused_in_fp32_with_the_remedy(tmp_path: 
     with pytest.raises(PolicyError, match=r"trainable parameters are 16-bit.*Load the model with dtype=torch.float32.* bf16-mixed"):
         Trainer(half, arguments(tmp_path), None, samples())
     for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16-mixed"), (torch.bfloat16, "fp16-mixed")):
-        Trainer(BertForSequenceClassification.from_pretrained(tmp_path / "model", dtype=dtype), arguments(tmp_path, precision=precision), None, samples())
+        Trainer(
+            BertForSequenceClassification.from_pretrained(tmp_path / "model", dtype=dtype), arguments(tmp_path, precision=precision), None, samples()
+        )
 
 
 def test_outputs_of_a_prepared_model_are_fp32_and_keep_their_type() -> None:

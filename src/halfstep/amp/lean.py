@@ -148,6 +148,7 @@ def prepare(module: nn.Module, policy: Policy, device: torch.device, held: Colle
     elif sixteen:
         _bring_up(module, made, len(sixteen))
     module.__dict__[LAYOUT] = made
+    module.register_load_state_dict_post_hook(_look_again)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -314,8 +315,8 @@ def _follow_loads(part: nn.Module) -> None:
 
 
 def _leave_loads(part: nn.Module) -> None:
-    for hooks, ours in ((part._load_state_dict_pre_hooks, _before_load), (part._load_state_dict_post_hooks, _after_load)):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is ours]:
+    for hooks in (part._load_state_dict_pre_hooks, part._load_state_dict_post_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_before_load, _after_load, _look_again)]:
             del hooks[key]
 
 
@@ -348,6 +349,17 @@ def _after_load(part: nn.Module, *_: Any) -> None:
             p.copy_(value)
         else:
             master.write(value)
+
+
+def _look_again(module: nn.Module, *_: Any) -> None:
+    """After a state was loaded with assign=True the parameters are others."""
+    found = layout_of(module)
+    for name, before in list(found.kept.items()) if found is not None else ():
+        p = module.get_parameter(name)
+        if p is not before and found is not None:
+            found.kept[name], p.halfstep_name = p, name  # type: ignore[attr-defined]
+            if name in found.shared:
+                found.share(name)
 
 
 def not_castable(module: nn.Module, policy: Policy) -> PolicyError:

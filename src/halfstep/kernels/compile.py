@@ -1,25 +1,35 @@
 """How functions are compiled by numba, and how they get at tensors: by address."""
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numba
+import numpy as np
 from numba import types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 Function = Callable[..., Any]
 _OPTIONS: dict[str, Any] = {"error_model": "numpy"}  # dividing by zero gives inf, with no branch that would stop vectorisation
 _PART: dict[str, Any] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # never called from Python: a third less to compile
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: Function, *parts: str) -> Function:
     """Compile for this machine at the first call, to run without the interpreter's lock, and keep the result on disk.
 
     In NUMBA_CACHE_DIR, beside the function's file or in the user's cache folder: the first that can be written to. Where none can,
-    every process compiles for itself.
+    every process compiles for itself. parts: other files whose functions it calls. The disk cache looks at the function's own file alone, so a digest
+    of theirs goes into the name.
     """
+    if parts:
+        digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in parts)).hexdigest()[:16]
+        function.__qualname__ = f"{function.__qualname__}_{digest}"
     try:
         return cast(Function, numba.njit(nogil=True, cache=True, **_OPTIONS)(function))
     except RuntimeError:  # "no locator available"
@@ -52,3 +62,30 @@ def pointer_to(dtype: Any) -> Function:
         return types.CPointer(dtype)(types.int64), generate  # type: ignore[no-untyped-call]
 
     return at
+
+
+_at_f32, _at_i16, _at_i8, _at_u8 = pointer_to(types.float32), pointer_to(types.int16), pointer_to(types.int8), pointer_to(types.uint8)
+
+
+@part
+def floats(address, start, n):
+    """Elements start .. start + n - 1 of the fp32 tensor at `address`."""
+    return carray(_at_f32(address + np.int64(4) * start), (n,), np.float32)
+
+
+@part
+def halves(address, start, n):
+    """The same of a tensor of 16 bits, as int16."""
+    return carray(_at_i16(address + np.int64(2) * start), (n,), np.int16)
+
+
+@part
+def signed_bytes(address, start, n):
+    """The same of an int8 tensor."""
+    return carray(_at_i8(address + start), (n,), np.int8)
+
+
+@part
+def unsigned_bytes(address, start, n):
+    """The same of a uint8 tensor."""
+    return carray(_at_u8(address + start), (n,), np.uint8)

@@ -2,6 +2,7 @@
 
 Composed, not multiplied: weights, gradients and states of a stretch are decoded into fp32 buffers that fit the first-level cache, the
 update rule runs on the buffers, and everything is encoded again. Which storage, codec and format it is costs one branch per stretch.
+One combination is written out as well, `_step_split_bf16`: it is bound by memory, and without buffers a fifth faster.
 Rules for this file: 32-bit operations only inside a loop (numba widens int32 to int64 unless told each time, and LLVM then no longer
 vectorises well); no fastmath where bits must agree with a definition; everything compiled stands in this one file, because numba's disk
 cache looks at the file of the outermost function alone.
@@ -12,10 +13,8 @@ cache looks at the file of the outermost function alone.
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.np.numpy_support import carray
 
-from halfstep.kernels.compile import compiled, inlined, part, pointer_to, reordered
+from halfstep.kernels.compile import compiled, floats, halves, inlined, part, reordered, signed_bytes, unsigned_bytes
 
 i16, i32, i64, u8, i8, u32, f32, f64 = np.int16, np.int32, np.int64, np.uint8, np.int8, np.uint32, np.float32, np.float64
 
@@ -37,32 +36,9 @@ STATE_FP32, STATE_BF16, STATE_INT8 = 0, 1, 2  # codecs
 BUFFERS = (4, STRETCH + APART)
 
 
-_at_f32, _at_i16, _at_i8, _at_u8 = pointer_to(types.float32), pointer_to(types.int16), pointer_to(types.int8), pointer_to(types.uint8)
-
-
-@part
-def _floats(address, start, n):
-    return carray(_at_f32(address + i64(4) * start), (n,), f32)
-
-
-@part
-def _halves(address, start, n):
-    return carray(_at_i16(address + i64(2) * start), (n,), i16)
-
-
-@part
-def _bytes(address, start, n):
-    return carray(_at_i8(address + start), (n,), i8)
-
-
-@part
-def _codes(address, start, n):
-    return carray(_at_u8(address + start), (n,), u8)
-
-
 @part
 def _blocks(address, start, n):
-    return carray(_at_f32(address + i64(4) * (start // i64(BLOCK))), ((n + BLOCK - 1) // BLOCK,), f32)
+    return floats(address, start // BLOCK, (n + BLOCK - 1) // BLOCK)
 
 
 # ---- one number ----------------------------------------------------------------------------------------------------------------
@@ -132,6 +108,12 @@ def _fp16_stochastic(x, noise):
     if a > i32(0x7F800000):
         h = i32(0x7E00)
     return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
+
+
+@part
+def _bf16_rest(x, h):
+    """What the code `h` misses of `x`, as a difference of bits."""
+    return min(max(i32(f32(x).view(i32) - i32(h << i32(16))), i32(-0x8000)), i32(0x8000))
 
 
 @part
@@ -279,6 +261,25 @@ def _update(p, g, m, v, scalars):
         v[i] = vi
 
 
+@part
+def _step_split_bf16(high, low, gradient, m, v, scalars):
+    """The same on split bf16 weights with bf16 gradients and fp32 moments, from memory to memory."""
+    factor, decay, rise1, keep2 = scalars[0], scalars[1], scalars[2], scalars[3]
+    rise2, root2, floor, size = scalars[4], scalars[5], scalars[6], scalars[7]
+    for i in range(high.shape[0]):
+        p = i32(i32(i32(high[i]) << i32(16)) + i32(low[i])).view(f32)
+        g = f32(_bf16_value(i32(gradient[i])) * factor)
+        mi = f32(m[i] + f32(f32(g - m[i]) * rise1))
+        vi = f32(f32(v[i] * keep2) + f32(f32(g * g) * rise2))
+        denominator = f32(f32(f32(np.sqrt(vi)) * root2) + floor)
+        new = f32(f32(p * decay) - f32(f32(mi / denominator) * size))
+        h = _bf16_nearest(new)
+        high[i] = i16(h)
+        low[i] = i16(min(_bf16_rest(new, h), i32(0x7FFF)))
+        m[i] = mi
+        v[i] = vi
+
+
 # ---- encoding: out of an fp32 buffer -------------------------------------------------------------------------------------------
 
 
@@ -304,12 +305,6 @@ def _write_bf16_stochastic(x, bits, out):
 def _write_fp16_stochastic(x, bits, out):
     for i in range(x.shape[0]):
         out[i] = i16(_fp16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
-
-
-@part
-def _bf16_rest(x, h):
-    """What the code `h` misses of `x`, as a difference of bits."""
-    return min(max(i32(f32(x).view(i32) - i32(h << i32(16))), i32(-0x8000)), i32(0x8000))
 
 
 @part
@@ -493,15 +488,15 @@ def _read_gradient(form, address, start, n, factor, out):
     """The gradient times `factor`: fp32 as it lies in memory where nothing is to be done, else in `out`."""
     g = out[:n]
     if form == FP32:
-        source = _floats(address, start, n)
+        source = floats(address, start, n)
         if factor == f32(1):
             g = source
         else:
             _read_fp32(source, factor, g)
     elif form == BF16:
-        _read_bf16(_halves(address, start, n), factor, g)
+        _read_bf16(halves(address, start, n), factor, g)
     else:
-        _read_fp16(_halves(address, start, n), factor, g)
+        _read_fp16(halves(address, start, n), factor, g)
     return g
 
 
@@ -514,29 +509,34 @@ def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, 
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
         storage, form, first, second = kinds[t, 0], kinds[t, 1], kinds[t, 2], kinds[t, 3]
         draws = storage in (SPLIT24, STOCHASTIC) or first != STATE_FP32 or second != STATE_FP32
+        if storage == SPLIT and form == BF16 and forms[t] == BF16 and first == STATE_FP32 and second == STATE_FP32:
+            n = end - begin
+            high, low, g16 = halves(places[t, 0], begin, n), halves(places[t, 1], begin, n), halves(gradients[t], begin, n)
+            _step_split_bf16(high, low, g16, floats(places[t, 2], begin, n), floats(places[t, 4], begin, n), scalars[t])
+            continue
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
             bits = noise[:n]
             if draws:
                 _draw(keys[t, 0], keys[t, 1], start, bits)
             # views of the same places in all formats; only those that the codes above name are touched
-            high, low, low8 = _halves(places[t, 0], start, n), _halves(places[t, 1], start, n), _bytes(places[t, 1], start, n)
-            m16, m8, m_scales = _halves(places[t, 2], start, n), _bytes(places[t, 2], start, n), _blocks(places[t, 3], start, n)
-            v16, v8, v_scales = _halves(places[t, 4], start, n), _codes(places[t, 4], start, n), _blocks(places[t, 5], start, n)
+            high, low, low8 = halves(places[t, 0], start, n), halves(places[t, 1], start, n), signed_bytes(places[t, 1], start, n)
+            m16, m8, m_scales = halves(places[t, 2], start, n), signed_bytes(places[t, 2], start, n), _blocks(places[t, 3], start, n)
+            v16, v8, v_scales = halves(places[t, 4], start, n), unsigned_bytes(places[t, 4], start, n), _blocks(places[t, 5], start, n)
             p, m, v = p_buffer[:n], m_buffer[:n], v_buffer[:n]
             if form == FP32:
-                p = _floats(places[t, 0], start, n)
+                p = floats(places[t, 0], start, n)
             else:
                 _read_weight(storage, form, high, low, low8, p)
             g = _read_gradient(forms[t], gradients[t], start, n, scalars[t, 0], g_buffer)
             if first == STATE_FP32:
-                m = _floats(places[t, 2], start, n)
+                m = floats(places[t, 2], start, n)
             elif first == STATE_BF16:
                 _read_bf16(m16, f32(1), m)
             else:
                 _read_first(m8, m_scales, m)
             if second == STATE_FP32:
-                v = _floats(places[t, 4], start, n)
+                v = floats(places[t, 4], start, n)
             elif second == STATE_BF16:
                 _read_bf16(v16, f32(1), v)
             else:

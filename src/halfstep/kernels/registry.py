@@ -25,6 +25,11 @@ def cpu_kernels() -> ModuleType | None:
     return _load()
 
 
+def weight_kernels() -> ModuleType | None:
+    """The module `halfstep.kernels.convert`, under the same conditions."""
+    return importlib.import_module("halfstep.kernels.convert") if cpu_kernels() is not None else None
+
+
 @functools.cache
 def _load() -> ModuleType | None:
     try:

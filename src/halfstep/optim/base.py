@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, ConfigError, suggest
+from halfstep.kernels import weight_kernels
 from halfstep.numerics import BLOCK, Noise
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
 from halfstep.optim.masters import HALF, Master, attach, digest, master_of, storage_named
@@ -130,19 +131,23 @@ class MasteredOptimizer(Optimizer):
         """A state in fp32, new unless it is kept in fp32 already."""
         if state[key].dtype == torch.float32 and key + SCALE not in state:
             return state[key]  # type: ignore[no-any-return]
-        known = codec_of(state, key)
+        known, kernels = codec_of(state, key), weight_kernels()
         assert known is not None
+        scales = state.get(key + SCALE)
+        if kernels is not None and known.name != "fp32" and kernels.takes(state[key], scales):
+            return kernels.decode_state(state[key], scales, self.roles[key], p.shape)  # type: ignore[no-any-return]
         return known.decode(parts_of(state, key), self.roles[key], p.shape)
 
     def encode(self, state: dict[str, Any], key: str, values: Tensor, number: int) -> None:
         """Put fp32 `values` back as the state `key` of parameter `number`."""
         if self.codec.name == "fp32":
-            if state[key] is not values:
-                put(state, key, {"": values})
-            return
-        role = self.roles[key]
+            return None if state[key] is values else put(state, key, {"": values})
+        role, kernels = self.roles[key], weight_kernels()
+        if kernels is not None and kernels.takes(values):
+            codes, scales = kernels.encode_state(values, role, self.codec.name, self.noise(number).keys)
+            return put(state, key, {"": codes} if scales is None else {"": codes, SCALE: scales})
         bits = noise_of(self.noise(number).bits(values.numel(), values.device).view(values.shape), role)
-        put(state, key, self.codec.encode(values, role, bits))
+        return put(state, key, self.codec.encode(values, role, bits))
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form, with `masters` (storage, residual and a digest of the weight each belongs to, by number) and `format` beside it."""

@@ -11,6 +11,7 @@ off by at most half an ulp of the weight, and `refresh(model)` clears it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 from weakref import ref
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from halfstep.errors import ConfigError, suggest
+from halfstep.kernels import weight_kernels
 from halfstep.numerics import Noise
 from halfstep.optim.storage import STORAGES, Storage, draw
 
@@ -79,20 +81,32 @@ class Master:
     def read(self) -> Tensor:
         """The fp32 master, a new tensor in the shape of the parameter."""
         self.follow()
-        return self.storage.read(self.parameter.detach(), self.residual)
+        p, kernels = self.parameter.detach(), weight_kernels()
+        if kernels is not None and self._is_plain(kernels, p):
+            return kernels.read_weight(p, self.storage.name, self.residual)  # type: ignore[no-any-return]
+        return self.storage.read(p, self.residual)
+
+    def _is_plain(self, kernels: ModuleType, values: Tensor) -> bool:
+        """Whether the compiled twins take the parameter, its residual and `values`."""
+        p, expected = self.parameter, self.storage.residual_dtype(self._dtype)
+        fits = p.shape == values.shape and expected == (None if self.residual is None else self.residual.dtype)
+        return fits and (self.residual is None or self.residual.shape == p.shape) and bool(kernels.takes(values, p.detach(), self.residual))
 
     @torch.no_grad()
     def write(self, values: Tensor, noise: Noise | None = None) -> None:
         """Make fp32 `values` the master: the parameter gets its 16 bits, the residual the rest. noise: None rounds to nearest."""
         p = self.parameter
-        values = values.to(p.device, torch.float32)
+        values, kernels = values.to(p.device, torch.float32), weight_kernels()
+        if kernels is not None and self._is_plain(kernels, values) and (noise is not None or not self.storage.draws):
+            kernels.write_weight(values, p.detach(), self.storage.name, self.residual, noise.keys if noise is not None else (0, 0))
+            return self.wrote()
         weight, residual = self.storage.parts(values, p.dtype, draw(self.storage, noise, values))
         p.detach().copy_(weight)
         if residual is not None:
             if self.residual is None or self.residual.shape != p.shape or self.residual.device != p.device:
                 self.residual = torch.empty_like(p, dtype=residual.dtype)
             self.residual.copy_(residual)
-        self.wrote()
+        return self.wrote()
 
     def wrote(self) -> None:
         """The parameter's bits and the residual were written together: a version of their own."""

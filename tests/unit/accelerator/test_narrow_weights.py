@@ -299,7 +299,10 @@ WHOLE = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the forward 
         *itertools.product(["bf16-lean", "fp16-lean", "bf16-mixed", "fp16-mixed"], ["half", "bfloat16", "float"]),
         ("bf16-true", "bfloat16"),
         ("fp16-true", "half"),
-        *(pytest.param(*case, marks=WHOLE) for case in (("bf16-true", "half"), ("bf16-true", "float"), ("fp16-true", "bfloat16"), ("fp16-true", "float"))),
+        *(
+            pytest.param(*case, marks=WHOLE)
+            for case in (("bf16-true", "half"), ("bf16-true", "float"), ("fp16-true", "bfloat16"), ("fp16-true", "float"))
+        ),
     ],
 )
 def test_a_model_that_is_cast_after_prepare_trains_on_or_is_refused_by_name(precision: str, cast: str) -> None:
@@ -312,7 +315,7 @@ def test_a_model_that_is_cast_after_prepare_trains_on_or_is_refused_by_name(prec
     try:
         step(accelerator, net, optimizer)
     except ConfigError as error:
-        assert not unchanged  # noqa: PT017
+        assert not unchanged
         assert "weight was" in error.cause or "bias was" in error.cause  # noqa: PT017
         assert "prepare" in f"{error.cause} {error.remedy}"  # noqa: PT017
     else:

@@ -58,6 +58,7 @@ def test_a_state_that_is_assigned_gets_masters() -> None:
     model.load_state_dict(state, assign=True)
     assert equal(masters(model), {k: net(None).state_dict()[k] for k in KEPT})
     assert torch.equal(model(X), net("bf16-mixed")(X))
+    assert equal(masters(copy.deepcopy(model)), masters(model))
 
 
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])

@@ -50,7 +50,17 @@ def values(net: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "precision", ["fp32", "bf16-mixed", "bf16-lean", "fp16-lean", "bf16-true", "fp16-true", "bf16-lean,weights=split24,states=bf16", "bf16-true,weights=stochastic"]
+    "precision",
+    [
+        "fp32",
+        "bf16-mixed",
+        "bf16-lean",
+        "fp16-lean",
+        "bf16-true",
+        "fp16-true",
+        "bf16-lean,weights=split24,states=bf16",
+        "bf16-true,weights=stochastic",
+    ],
 )
 def test_values_are_the_masters_rounded_once(tmp_path: Path, precision: str, dtype: str) -> None:
     net = trained(tmp_path / "state", precision)

@@ -79,7 +79,7 @@ def test_the_error_is_at_most_half_the_gap_or_all_of_it(signed: bool) -> None:
 @SIGNED
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_mean_over_all_noise_is_the_number(signed: bool, seed: int) -> None:
-    """Within 2^-16 of the gap between the levels around it."""
+    """Within half of 2^-16 of the gap between the levels around it, and what fp32 rounds."""
     x = one_block(signed, seed, 0.37)
     noise = torch.arange(2**16, dtype=torch.int32)[:, None].expand(-1, BLOCK)
     codes, scales = encode(x.expand(2**16, -1), signed, noise)
@@ -89,7 +89,7 @@ def test_the_mean_over_all_noise_is_the_number(signed: bool, seed: int) -> None:
     above = torch.searchsorted(grid, x.double()).clamp(1, grid.numel() - 1)
     gap = grid[above] - grid[above - 1]
     inside = x.double() > grid[1] if not signed else torch.ones(BLOCK, dtype=torch.bool)
-    assert bool(((mean - x.double()).abs()[inside] <= 2.0**-16 * gap[inside] + 2.0**-23 * x.double().abs()[inside]).all())
+    assert bool(((mean - x.double()).abs()[inside] <= 0.6 * 2.0**-16 * gap[inside] + 2.0**-23 * x.double().abs()[inside]).all())
     assert int(inside.sum()) > 100
 
 

@@ -143,7 +143,10 @@ def eight_bits(dtype: torch.dtype) -> Tensor:
     edges = torch.tensor(EDGES, dtype=torch.int32)
     x = around_bf16(edges) if dtype == BF16 else around_fp16(edges)
     others = torch.randn(4000, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.linspace(-4, 4, 4000)
-    return torch.cat([x[:: 1 + x.numel() // 30_000], others])
+    fmt = FORMATS["bf16" if dtype == BF16 else "fp16"]
+    powers = 2.0 ** torch.arange(-13.0, 15.0)  # the tie below a power of two, where an ulp becomes another, and the numbers before it
+    before = (powers[:, None] * (1 - fmt.epsilon / 4 * (1 + torch.tensor([0.0, 1.0, 2.0, 4.0]) / 512))).reshape(-1)
+    return torch.cat([x[:: 1 + x.numel() // 30_000], others, before, -before])
 
 
 def stored_with_all_noise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,9 @@ def rows(count: int = 16, boosts: dict[int, float] | None = None) -> list[dict]:
     return made if boosts is None else [row | {"boost": boosts.get(i, 1.0)} for i, row in enumerate(made)]
 
 
-def trainer(place: Path, precision: str, *callbacks: TrainerCallback, loaded: torch.dtype = torch.float32, optimizers=(None, None), **settings) -> Trainer:
+def trainer(
+    place: Path, precision: str, *callbacks: TrainerCallback, loaded: torch.dtype = torch.float32, optimizers=(None, None), **settings
+) -> Trainer:
     data = settings.pop("data", None) or rows()
     torch.manual_seed(0)
     model = Classifier().to(loaded)
@@ -127,7 +129,9 @@ def test_a_callback_that_looks_before_the_step_sees_true_clipped_gradients(tmp_p
 def test_sgd_moves_by_no_more_than_the_limit_either_way(tmp_path: Path, precision: str) -> None:
     sizes = []
     for place, listener in (("a", At()), ("b", Before())):
-        made = trainer(tmp_path / place, precision, listener, optim="sgd", max_grad_norm=0.25, max_steps=1, learning_rate=1.0, lr_scheduler_type="constant")
+        made = trainer(
+            tmp_path / place, precision, listener, optim="sgd", max_grad_norm=0.25, max_steps=1, learning_rate=1.0, lr_scheduler_type="constant"
+        )
         made.evaluate()  # the weights are where they will be
         first = masters(made.model)
         made.train()

@@ -1,0 +1,119 @@
+"""Weights and states to fp32 and back, one tensor at a time: what an optimizer that has no kernel of its own needs.
+
+The loops are those of `halfstep.kernels.loops`, so the bits are those of `halfstep.numerics`.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.kernels import loops, pool
+from halfstep.kernels.compile import compiled
+
+STORAGES = {"plain": loops.EXACT, "split": loops.SPLIT, "split24": loops.SPLIT24, "kahan": loops.KAHAN, "stochastic": loops.STOCHASTIC}
+FORMATS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
+CHUNK = 1 << 16  # elements that one thread works on in turn: a multiple of the block of 128 that shares a scale
+FIRST, SECOND = 0, 1
+
+
+def _unpack_weight(storage, form, weight, residual, out, begin, end):
+    for start in range(begin, end, loops.STRETCH):
+        n = min(loops.STRETCH, end - start)
+        high, low, low8 = loops._halves(weight, start, n), loops._halves(residual, start, n), loops._bytes(residual, start, n)
+        loops._read_weight(storage, form, high, low, low8, loops._floats(out, start, n))
+
+
+def _pack_weight(storage, form, weight, residual, source, key1, key2, noise, begin, end):
+    for start in range(begin, end, loops.STRETCH):
+        n = min(loops.STRETCH, end - start)
+        bits = noise[:n]
+        if storage in (loops.SPLIT24, loops.STOCHASTIC):
+            loops._draw(key1, key2, start, bits)
+        high, low, low8 = loops._halves(weight, start, n), loops._halves(residual, start, n), loops._bytes(residual, start, n)
+        loops._write_weight(loops._floats(source, start, n), bits, storage, form, high, low, low8)
+
+
+def _unpack_state(role, codes, scales, out, begin, end):
+    for start in range(begin, end, loops.STRETCH):
+        n = min(loops.STRETCH, end - start)
+        if scales == 0:
+            loops._read_bf16(loops._halves(codes, start, n), loops.f32(1), loops._floats(out, start, n))
+        elif role == FIRST:
+            loops._read_first(loops._bytes(codes, start, n), loops._blocks(scales, start, n), loops._floats(out, start, n))
+        else:
+            loops._read_second(loops._codes(codes, start, n), loops._blocks(scales, start, n), loops._floats(out, start, n))
+
+
+def _pack_state(role, codes, scales, source, key1, key2, noise, begin, end):
+    for start in range(begin, end, loops.STRETCH):
+        n = min(loops.STRETCH, end - start)
+        bits, x = noise[:n], loops._floats(source, start, n)
+        loops._draw(key1, key2, start, bits)
+        if scales == 0 and role == FIRST:
+            loops._write_bf16_first(x, bits, loops._halves(codes, start, n))
+        elif scales == 0:
+            loops._write_bf16_second(x, bits, loops._halves(codes, start, n))
+        elif role == FIRST:
+            loops._write_first(x, bits, loops._bytes(codes, start, n), loops._blocks(scales, start, n))
+        else:
+            loops._write_second(x, bits, loops._codes(codes, start, n), loops._blocks(scales, start, n))
+
+
+unpack_weight = compiled(_unpack_weight, loops.__file__)
+pack_weight = compiled(_pack_weight, loops.__file__)
+unpack_state = compiled(_unpack_state, loops.__file__)
+pack_state = compiled(_pack_state, loops.__file__)
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether these lie on the CPU in the usual order in memory, as everything here must."""
+    return all(t is None or (t.device.type == "cpu" and t.layout == torch.strided and t.is_contiguous()) for t in tensors)
+
+
+def read_weight(weight: Tensor, storage: str, residual: Tensor | None) -> Tensor:
+    """The fp32 master of a 16-bit weight: a new tensor, as `Storage.read` gives it."""
+    out = torch.empty(weight.shape, dtype=torch.float32)
+    about = (STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), _at(residual), out.data_ptr())
+    _share(weight.numel(), lambda begin, end: unpack_weight(*about, begin, end))
+    return out
+
+
+def write_weight(values: Tensor, weight: Tensor, storage: str, residual: Tensor | None, keys: tuple[int, int]) -> None:
+    """Put fp32 `values` into a 16-bit weight and its residual, in place, with the noise of these keys."""
+    about = (STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), _at(residual), values.data_ptr(), *map(np.uint32, keys))
+    _share(weight.numel(), lambda begin, end: pack_weight(*about, np.empty(loops.STRETCH, np.uint32), begin, end))
+
+
+def decode_state(codes: Tensor, scales: Tensor | None, role: str, shape: torch.Size) -> Tensor:
+    """A bf16 or int8 state (with scales) as a new fp32 tensor of this shape."""
+    out = torch.empty(shape, dtype=torch.float32)
+    about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), out.data_ptr())
+    _share(codes.numel(), lambda begin, end: unpack_state(*about, begin, end))
+    return out
+
+
+def encode_state(values: Tensor, role: str, codec: str, keys: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """fp32 `values` as a bf16 tensor, or as int8 codes (flat) and their scales, rounded stochastically with the noise of these keys."""
+    count = values.numel()
+    if codec == "bf16":
+        codes, scales = torch.empty(values.shape, dtype=torch.bfloat16), None
+    else:
+        codes = torch.empty(count, dtype=torch.int8 if role == "first" else torch.uint8)
+        scales = torch.empty(-(-count // loops.BLOCK), dtype=torch.float32)
+    about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), values.data_ptr(), *map(np.uint32, keys))
+    _share(count, lambda begin, end: pack_state(*about, np.empty(loops.STRETCH, np.uint32), begin, end))
+    return codes, scales
+
+
+def _at(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _share(count: int, work: Any) -> None:
+    pool.share(lambda piece: work(piece * CHUNK, min((piece + 1) * CHUNK, count)), -(-count // CHUNK))
