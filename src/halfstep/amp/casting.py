@@ -165,20 +165,17 @@ def _called(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a bound module: each call is inside a block of its own."""
     policy, device, care, joins = block.policy, block.device, block.care, block.joins
-    unshared = joined_weights(policy, device.type, False) if joins is not None else None
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = joins
         if care == "masters" and (made := layout_of(self)) is not None:
             if not made.settled:
                 settle(self, made, forward, args, kwargs)
             elif made.frozen and not torch.compiler.is_compiling():
                 made.thaw()
-            own = joins if made.shared else unshared
         elif policy.whole:
             args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
-        with Within(policy, own), forward_context(policy, device), minded(care, device.type):
+        with Within(policy, joins), forward_context(policy, device), minded(care, device.type):
             outputs = forward(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 

@@ -4,8 +4,6 @@
 policy keeps in 16 bits they get the master, joined anew at each use, and their gradient goes to the weight. Products, views and questions about shape
 see the 16-bit weight; its `dtype` is answered with fp32, so that the code of a model takes the same branches. torch.compile traces past this:
 discovery has made sure that the first forward pass needs none of it.
-
-A weight that several products of one forward pass share (layers applied twice) gets their 16-bit gradients summed in fp32, as an fp32 one does.
 """
 
 from __future__ import annotations
@@ -60,43 +58,25 @@ class _Joined(torch.autograd.Function):
         return grad, None  # in fp32; autograd casts it where the weight takes 16-bit gradients
 
 
-class _Shared(torch.autograd.Function):
-    """A 16-bit weight whose gradient leaves in fp32: what meets at the weight is summed there in fp32."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(p: Tensor) -> Tensor:
-        return p.view_as(p)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.float()
-
-
 class JoinedWeights:
     """What becomes of functions that are given a weight kept in 16 bits, under one policy on one type of device.
 
-    sharing: whether some weights may be shared by several products. seen: when given, uses are noted there and nothing is said about them.
+    seen: when given, uses are noted there and nothing is said about them.
     """
 
-    def __init__(self, policy: Policy, device: str, sharing: bool, seen: Seen | None = None) -> None:
-        self.dtype, self.sharing, self.seen = policy.dtype, sharing, seen
+    def __init__(self, policy: Policy, device: str, seen: Seen | None = None) -> None:
+        self.dtype, self.seen = policy.dtype, seen
         listed = [op for op in LOW if policy.ops == "cuda" or device == "cuda" or op not in LOW_ON_CUDA_ONLY]
         wide = every_form(policy.fp32_ops)
         self._products = frozenset(every_form(listed)) - frozenset(wide)
         self._asked, self._views = _listed(_QUESTIONS) | OPENED, _listed(_VIEWS)
 
     def touches(self, device: str, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether this call is given such a weight, or a view of one, and is no product, or one of several that share it."""
+        """Whether this call is given such a weight, or a view of one, and is no 16-bit product of it."""
         if func in self._products and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.dtype:
             if self.seen is not None:
                 self.seen.multiplied(args, kwargs)
-            return self.sharing and any("halfstep_shared" in _base(t).__dict__ for t in _weights(args, kwargs))
+            return False
         for value in args if not kwargs else (*args, *kwargs.values()):  # as _weights, which is slower
             if isinstance(value, Tensor):
                 if _is_kept(value):
@@ -109,10 +89,8 @@ class JoinedWeights:
             return False
         return torch._C._current_graph_task_id() == inside.backward  # a derivative taken inside the forward pass works on what that was given
 
-    def settled(self, device: str, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
+    def settled(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
         """The result of the call, or what to call the function with: (done, result, args, kwargs)."""
-        if func in self._products and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.dtype:
-            return False, None, [_replaced(a, _shared) for a in args], {k: _replaced(v, _shared) for k, v in kwargs.items()}
         if func == _DTYPE:
             return True, torch.float32, (), {}
         name = getattr(func, "__name__", "")
@@ -133,7 +111,8 @@ class JoinedWeights:
     def _join(self, name: str, t: Tensor) -> Tensor:
         p = _base(t)
         master = master_of(p)
-        assert master is not None
+        if master is None:  # somebody cast the weight to the other 16-bit format, and its master is gone
+            return t
         self._tell(p, name)
         values = _strided(master, p)
         if t.requires_grad and torch.is_grad_enabled():
@@ -144,7 +123,9 @@ class JoinedWeights:
         """A write to a weight, done to its master."""
         p = _base(target)
         master = master_of(p)
-        assert master is not None
+        if master is None:
+            func(*args, **kwargs)
+            return target
         values = _strided(master, p)
         join = functools.partial(self._join, func.__name__)
         others, named = [_replaced(a, join) for a in args[1:]], {k: _replaced(v, join) for k, v in kwargs.items()}
@@ -218,15 +199,6 @@ def _is_kept(t: Tensor) -> bool:
     return p is not None and type(p) is not Tensor and "halfstep_master" in p.__dict__ and t.dtype in HALF
 
 
-def _shared(t: Tensor) -> Tensor:
-    """A weight for one of several products that share it."""
-    p = _base(t)
-    if not hasattr(p, "halfstep_shared") or not t.requires_grad or not torch.is_grad_enabled():
-        return t
-    own: Tensor = _Shared.apply(p)  # type: ignore[no-untyped-call]
-    return own if t is p else _same_view(own, t, p)
-
-
 def _strided(master: Master, p: Tensor) -> Tensor:
     """The master in the memory layout of its parameter, so that views of one are views of the other."""
     values = master.read()
@@ -238,6 +210,6 @@ def _same_view(values: Tensor, t: Tensor, p: Tensor) -> Tensor:
 
 
 @functools.cache
-def joined_weights(policy: Policy, device: str, sharing: bool = True) -> JoinedWeights:
+def joined_weights(policy: Policy, device: str) -> JoinedWeights:
     """The one for a policy on a type of device."""
-    return JoinedWeights(policy, device, sharing)
+    return JoinedWeights(policy, device)

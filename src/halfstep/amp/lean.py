@@ -60,10 +60,12 @@ class Layout:
         _follow_loads(module.get_submodule(name.rpartition(".")[0]))
 
     def share(self, name: str) -> None:
-        """Let the gradients that several products have for a parameter be summed in fp32, as those of an fp32 weight are: 4 bytes per weight."""
+        """Let the gradients that several products have for a parameter be summed in fp32, as those of an fp32 weight are: 4 bytes per weight.
+
+        Autograd casts each of them to the dtype that the parameter takes, and then adds.
+        """
         p = self.kept[name]
         self.shared.add(name)
-        p.halfstep_shared = True  # type: ignore[attr-defined]  # read where products are given it
         gradient, p.grad = p.grad, None
         p.grad_dtype = torch.float32
         if gradient is not None:
@@ -73,7 +75,7 @@ class Layout:
         """Make a parameter fp32 again, exactly its master."""
         p = self.kept.pop(name)
         detach(p)
-        for mark in ("halfstep_name", "halfstep_shared", "halfstep_told"):
+        for mark in ("halfstep_name", "halfstep_told"):
             p.__dict__.pop(mark, None)
         self.shared.discard(name)
 

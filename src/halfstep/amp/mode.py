@@ -69,9 +69,9 @@ class Joins(Protocol):
     """What a mode does when a function of torch is given a weight that is kept in 16 bits: `halfstep.amp.joined`."""
 
     def touches(self, device: str, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether this call is given such a weight and needs more of it than its 16 bits."""
+        """Whether this call is given such a weight and is no 16-bit product of it."""
 
-    def settled(self, device: str, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
+    def settled(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any, Any, Any]:
         """Either (True, result, -, -), or (False, -, args, kwargs) with the fp32 values in the place of the weights."""
 
 
@@ -100,7 +100,7 @@ class OpMode(TorchFunctionMode):
             return self._run(getattr(_reach, f"route_{number}") if number else None, func, args, kwargs or {})
         joins = inside.joins
         if joins is not None and joins.touches(self.device, func, args, kwargs):
-            done, result, args, kwargs = joins.settled(self.device, func, args, kwargs or {})
+            done, result, args, kwargs = joins.settled(func, args, kwargs or {})
             if done:
                 return result
         tables = self.tables

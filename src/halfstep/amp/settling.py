@@ -71,7 +71,7 @@ def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args
         before = {name: master for name, p in layout.kept.items() if (master := p.halfstep_master) is not None}  # type: ignore[attr-defined]
 
         def run() -> None:
-            joins = JoinedWeights(policy, device.type, True, seen)
+            joins = JoinedWeights(policy, device.type, seen)
             with warnings.catch_warnings(), Rehearsal([module], (args, kwargs)):
                 warnings.simplefilter("ignore")
                 with Within(policy, joins), forward_context(policy, device), minded("masters", device.type):

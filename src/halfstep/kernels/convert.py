@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import loops, pool
-from halfstep.kernels.compile import compiled
+from halfstep.kernels.compile import compiled, floats, halves, signed_bytes, unsigned_bytes
 
 STORAGES = {"plain": loops.EXACT, "split": loops.SPLIT, "split24": loops.SPLIT24, "kahan": loops.KAHAN, "stochastic": loops.STOCHASTIC}
 FORMATS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
@@ -25,8 +25,8 @@ FIRST, SECOND = 0, 1
 def _unpack_weight(storage, form, weight, residual, out, begin, end):
     for start in range(begin, end, loops.STRETCH):
         n = min(loops.STRETCH, end - start)
-        high, low, low8 = loops._halves(weight, start, n), loops._halves(residual, start, n), loops._bytes(residual, start, n)
-        loops._read_weight(storage, form, high, low, low8, loops._floats(out, start, n))
+        high, low, low8 = halves(weight, start, n), halves(residual, start, n), signed_bytes(residual, start, n)
+        loops._read_weight(storage, form, high, low, low8, floats(out, start, n))
 
 
 def _pack_weight(storage, form, weight, residual, source, key1, key2, noise, begin, end):
@@ -35,34 +35,34 @@ def _pack_weight(storage, form, weight, residual, source, key1, key2, noise, beg
         bits = noise[:n]
         if storage in (loops.SPLIT24, loops.STOCHASTIC):
             loops._draw(key1, key2, start, bits)
-        high, low, low8 = loops._halves(weight, start, n), loops._halves(residual, start, n), loops._bytes(residual, start, n)
-        loops._write_weight(loops._floats(source, start, n), bits, storage, form, high, low, low8)
+        high, low, low8 = halves(weight, start, n), halves(residual, start, n), signed_bytes(residual, start, n)
+        loops._write_weight(floats(source, start, n), bits, storage, form, high, low, low8)
 
 
 def _unpack_state(role, codes, scales, out, begin, end):
     for start in range(begin, end, loops.STRETCH):
         n = min(loops.STRETCH, end - start)
         if scales == 0:
-            loops._read_bf16(loops._halves(codes, start, n), loops.f32(1), loops._floats(out, start, n))
+            loops._read_bf16(halves(codes, start, n), loops.f32(1), floats(out, start, n))
         elif role == FIRST:
-            loops._read_first(loops._bytes(codes, start, n), loops._blocks(scales, start, n), loops._floats(out, start, n))
+            loops._read_first(signed_bytes(codes, start, n), loops._blocks(scales, start, n), floats(out, start, n))
         else:
-            loops._read_second(loops._codes(codes, start, n), loops._blocks(scales, start, n), loops._floats(out, start, n))
+            loops._read_second(unsigned_bytes(codes, start, n), loops._blocks(scales, start, n), floats(out, start, n))
 
 
 def _pack_state(role, codes, scales, source, key1, key2, noise, begin, end):
     for start in range(begin, end, loops.STRETCH):
         n = min(loops.STRETCH, end - start)
-        bits, x = noise[:n], loops._floats(source, start, n)
+        bits, x = noise[:n], floats(source, start, n)
         loops._draw(key1, key2, start, bits)
         if scales == 0 and role == FIRST:
-            loops._write_bf16_first(x, bits, loops._halves(codes, start, n))
+            loops._write_bf16_first(x, bits, halves(codes, start, n))
         elif scales == 0:
-            loops._write_bf16_second(x, bits, loops._halves(codes, start, n))
+            loops._write_bf16_second(x, bits, halves(codes, start, n))
         elif role == FIRST:
-            loops._write_first(x, bits, loops._bytes(codes, start, n), loops._blocks(scales, start, n))
+            loops._write_first(x, bits, signed_bytes(codes, start, n), loops._blocks(scales, start, n))
         else:
-            loops._write_second(x, bits, loops._codes(codes, start, n), loops._blocks(scales, start, n))
+            loops._write_second(x, bits, unsigned_bytes(codes, start, n), loops._blocks(scales, start, n))
 
 
 unpack_weight = compiled(_unpack_weight, loops.__file__)

@@ -2,10 +2,10 @@
 
 from halfstep.optim.adamw import AdamW as AdamW
 from halfstep.optim.base import MasteredOptimizer as MasteredOptimizer
-from halfstep.optim.base import adopt as adopt
-from halfstep.optim.base import saved_master as saved_master
 from halfstep.optim.choose import with_masters as with_masters
 from halfstep.optim.codec import CODECS as CODECS
+from halfstep.optim.loading import adopt as adopt
+from halfstep.optim.loading import saved_master as saved_master
 from halfstep.optim.masters import HALF as HALF
 from halfstep.optim.masters import Master as Master
 from halfstep.optim.masters import attach as attach

@@ -36,6 +36,7 @@ class AdamW(MasteredOptimizer):
     """
 
     roles = ROLES
+    needed = ("step", *ROLES)
 
     def __init__(
         self,

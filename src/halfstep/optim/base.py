@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +14,10 @@ from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, ConfigError, suggest
 from halfstep.kernels import weight_kernels
-from halfstep.numerics import BLOCK, Noise
+from halfstep.numerics import Noise
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
-from halfstep.optim.masters import HALF, Master, attach, digest, master_of, storage_named
-from halfstep.optim.storage import STORAGES
+from halfstep.optim.loading import adopt, check_master, converted, saved_master
+from halfstep.optim.masters import HALF, Master, attach, master_of, storage_named
 from halfstep.policy import Policy, parse
 
 logger = logging.getLogger("halfstep")
@@ -36,6 +38,7 @@ class MasteredOptimizer(Optimizer):
     seed: int  # of the noise
     steps: int  # taken so far: part of the noise
     roles: Mapping[str, Role]  # which states may be encoded
+    needed: tuple[str, ...] = ()  # states that each parameter has, or none of them
 
     def set_formats(self, policy: str | Policy | None, weights: str | None, states: str | None, seed: int) -> None:
         """Take over what was asked for. Raises ConfigError for names that are not known, or that contradict the policy."""
@@ -155,7 +158,11 @@ class MasteredOptimizer(Optimizer):
         self._take_pending(held)
         masters = {number: saved for number, p in enumerate(held) if (saved := saved_master(p)) is not None}
         about = {"weights": self.weights, "states": self.codec.name, "seed": self.seed, "steps": self.steps}
-        return super().state_dict() | {"masters": masters, "format": about}
+        with self._without_hooks("_optimizer_state_dict_post_hooks"):
+            state = super().state_dict() | {"masters": masters, "format": about}
+        for after in list(self._optimizer_state_dict_post_hooks.values()):
+            state = after(self, state) or state
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict()`, or from the stock optimizer of the same name. Nothing is changed when it does not fit.
@@ -163,6 +170,9 @@ class MasteredOptimizer(Optimizer):
         States in another format, and masters in another storage, are converted where that is exact. Masters whose weights are loaded later are kept
         until then. Raises CheckpointError for another number of parameters, other shapes, and a conversion that would round.
         """
+        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = before(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
         held = self.everybody()
         saved_groups = state_dict.get("param_groups")
         sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups or ()]
@@ -176,65 +186,33 @@ class MasteredOptimizer(Optimizer):
         states = {place[n]: self._converted(s, held[place[n]], place[n]) for n, s in state_dict["state"].items() if n in place}
         masters = {int(n): m for n, m in (state_dict.get("masters") or {}).items()}
         for n, entry in masters.items():
-            self._check_master(n, held[n] if n < len(held) else None, entry)
-        super().load_state_dict({"state": {}, "param_groups": saved_groups})
+            check_master(n, held[n] if n < len(held) else None, entry, self.weights)
+        with self._without_hooks("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+            super().load_state_dict({"state": {}, "param_groups": saved_groups})
         for number, values in states.items():
             self.state[held[number]] = values
         about = state_dict.get("format") or {}
         self.seed, self.steps = int(about.get("seed", self.seed)), int(about.get("steps", self.steps))
         self._pending = masters
         self._taken = {n for n, saved in masters.items() if adopt(held[n], saved, self.weights)}  # others wait for their weights
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
     def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
-        """The saved states of one parameter in this optimizer's format, on the parameter's device."""
-        state: dict[str, Any] = {}
-        for key, value in saved.items():
-            if key.endswith(SCALE) and key.removesuffix(SCALE) in saved:
-                continue
-            if not isinstance(value, Tensor) or key not in self.roles:
-                state[key] = _moved(key, value, p)
-                continue
-            parts, role = {e: t.to(p.device).clone() for e, t in parts_of(saved, key).items()}, self.roles[key]
-            known = codec_of(saved, key)
-            if known is None and value.shape == p.shape:  # fp64 and complex states are never encoded
-                state[key] = _moved(key, value, p)
-                continue
-            if known is None or not _fits(parts, p):
-                raise CheckpointError(
-                    f"the saved {key} of parameter {number} is {_text(value.dtype)} {tuple(value.shape)}, and the parameter has {tuple(p.shape)}",
-                    "Build the model and the optimizer as the run that saved it did.",
-                )
-            if known.name != self.codec.name:
-                values = known.decode(parts, role, p.shape)
-                parts = self.codec.encode(values, role, None)
-                if not torch.equal(self.codec.decode(parts, role, p.shape), values):
-                    raise CheckpointError(
-                        f"the saved {key} of parameter {number} is in {known.name}, and {self.codec.name} would round it",
-                        f"Go on with states={known.name}, or start new states.",
-                    )
-            if parts[""].shape == p.shape and parts[""].stride() != p.stride():
-                parts[""] = torch.empty_like(p, dtype=parts[""].dtype).copy_(parts[""])
-            put(state, key, parts)
-        return state
+        missing = [key for key in self.needed if key not in saved] if saved else []
+        if missing:
+            raise CheckpointError(f"the saved state of parameter {number} lacks {missing[0]}", "Use another checkpoint of the run.")
+        return converted(saved, p, number, self.roles, self.codec)
 
-    def _check_master(self, number: int, p: Tensor | None, entry: Mapping[str, Any]) -> None:
-        residual = entry.get("residual")
-        storage = STORAGES.get(str(entry.get("storage")))
-        expected = storage.residual_dtype(getattr(torch, entry["dtype"])) if storage is not None else None
-        found = (None, None) if residual is None else (residual.dtype, residual.shape)
-        if p is None or storage is None or found != ((None, None) if expected is None else (expected, p.shape)):
-            raise CheckpointError(
-                f"the saved master of parameter {number} ({entry.get('storage')}) has a residual of {found[0]} {tuple(found[1] or ())}, and one of "
-                f"{expected} {tuple(p.shape) if p is not None else ''} would fit",
-                "Build the model and the optimizer as the run that saved it did.",
-            )
-        master = master_of(p)
-        wanted = master.storage.name if master is not None else self.weights
-        if wanted not in (None, "fp32", entry["storage"]) and not _converts(p, entry, wanted):
-            raise CheckpointError(
-                f"the saved master of parameter {number} is {entry['storage']}, and {wanted} would round it",
-                f"Go on with weights={entry['storage']}, or start from the weights in model.safetensors.",
-            )
+    @contextmanager
+    def _without_hooks(self, *names: str) -> Iterator[None]:
+        """torch's own methods run without hooks inside: they are called when the whole state is there."""
+        before = {name: getattr(self, name) for name in names}
+        self.__dict__.update({name: OrderedDict() for name in names})
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
 
     def __getstate__(self) -> dict[str, Any]:
         masters = [(number, m) for number, p in enumerate(self.everybody()) if (m := master_of(p)) is not None]
@@ -251,60 +229,6 @@ class MasteredOptimizer(Optimizer):
             if master_of(p) is None and p.dtype in HALF:
                 master.bind(p)
                 p.halfstep_master = master  # type: ignore[attr-defined]
-
-
-def saved_master(p: Tensor) -> dict[str, Any] | None:
-    """What a checkpoint keeps of the master of a weight: storage, residual, and a digest of the 16 bits they belong to. None without a master."""
-    master = master_of(p)
-    if master is None:
-        return None
-    master.follow()
-    entry: dict[str, Any] = {"storage": master.storage.name, "dtype": _text(p.dtype), "digest": digest(p)}
-    return entry if master.residual is None else entry | {"residual": master.residual}
-
-
-@torch.no_grad()
-def adopt(p: Tensor, saved: Mapping[str, Any], wanted: str | None = None) -> bool:
-    """Put a master of `saved_master` beside the weight that it belongs to, in the storage `wanted`; False when that is another weight now."""
-    dtype: torch.dtype = getattr(torch, saved["dtype"])
-    storage, residual = STORAGES[saved["storage"]], saved.get("residual")
-    weight = p.detach().to(dtype)
-    if digest(weight) != saved["digest"] or not torch.equal(weight.to(p.dtype), p.detach()):
-        return False
-    if residual is None:
-        return True
-    values = storage.read(weight, residual.to(p.device))
-    master = master_of(p)
-    if master is None and p.dtype in HALF:
-        master = attach(p, wanted or storage.name)
-    if master is None:
-        p.copy_(values)
-    elif (storage.name, master.storage.name) == ("split24", "split"):  # the weight keeps its bits, which need not be the nearest ones
-        master.put(residual.to(torch.int16) << 8)
-    elif master.storage.name == storage.name:
-        master.put(residual)
-    else:
-        return False  # load_state_dict lets no other pair through; a master was attached since
-    return True
-
-
-def _converts(p: Tensor, entry: Mapping[str, Any], wanted: str) -> bool:
-    """Whether a saved residual can be brought into another storage without rounding, as far as can be known before the weights are loaded."""
-    return entry["storage"] in ("stochastic", "plain") or (entry["storage"], wanted) == ("split24", "split")
-
-
-def _fits(parts: Mapping[str, Tensor], p: Tensor) -> bool:
-    """Whether an encoded state has as many elements as its parameter, and as many scales as these have blocks."""
-    if SCALE in parts:
-        return parts[""].numel() == p.numel() and parts[SCALE].numel() == -(-p.numel() // BLOCK)
-    return parts[""].shape == p.shape
-
-
-def _moved(key: str, value: Any, p: Tensor) -> Any:
-    """A saved value on the device of its parameter; counters stay where they were."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone() if key == "step" else value.to(p.device).clone()
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

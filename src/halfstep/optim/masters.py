@@ -192,7 +192,7 @@ def attach(p: Tensor, storage: str = "split", dtype: torch.dtype | None = None) 
             f"{storage} masters were asked for a {_text(p.dtype)} parameter" + (f" cast to {_text(target)}" if target is not None else ""),
             "Name a 16-bit dtype and one of split, split24, kahan, stochastic, plain.",
         )
-    if target == torch.float16 and p.numel() and not bool((p.detach().abs() <= LARGEST_FP16).all()):
+    if target == torch.float16 and bool((p.detach().abs() > LARGEST_FP16).any()):
         raise ConfigError(
             f"a parameter of shape {tuple(p.shape)} has weights of a magnitude above 2^15, and a step could take them out of fp16's range",
             "Keep it in fp32 (fp32=PATTERN in the precision), or use bf16.",

@@ -132,6 +132,8 @@ def test_lazy_modules_and_stand_ins_put_the_decision_off() -> None:
     lazy(X)
     assert amp.layout(lazy)["16bit"] == ["0.weight", "0.bias"]
     model = net("bf16-lean")
+    torch.vmap(model)(X)
+    assert amp.layout(model)["16bit"] == []
     torch.func.functional_call(model, {k: v.detach() for k, v in model.named_parameters()}, (X,))
     assert amp.layout(model)["16bit"] == []
     model(X)

@@ -154,7 +154,7 @@ def test_an_unknown_format_is_refused_with_those_there_are(tmp_path: Path) -> No
 def test_an_output_that_holds_something_is_refused(tmp_path: Path) -> None:
     trained(tmp_path / "state", "bf16-lean", steps=1)
     export(tmp_path / "state", tmp_path / "out")
-    refused(tmp_path, ConfigError, "holds a model already. Name a new folder")
+    refused(tmp_path, ConfigError, "is not empty. Name a new folder")
     (tmp_path / "file").write_text("x")
     refused(tmp_path, ConfigError, "is a file. Name a new folder", out="file")
     refused(tmp_path, ConfigError, "is a file|in a file|cannot be written", out="file/below")
