@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.amp.autocast import autocast, forward_context
 from halfstep.amp.joined import JoinedWeights, joined_weights
-from halfstep.amp.lean import layout_of, prepare, undo
+from halfstep.amp.lean import layout_of, prepare, refuse_cast, undo
 from halfstep.amp.mode import Within, inside
 from halfstep.amp.ops import HALF, check_lists
 from halfstep.amp.settling import Care, minded, settle
@@ -174,6 +174,8 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             elif made.frozen and not torch.compiler.is_compiling():
                 made.thaw()
         elif policy.whole:
+            if not torch.compiler.is_compiling():
+                refuse_cast(self)
             args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
         with Within(policy, joins), forward_context(policy, device), minded(care, device.type):
             outputs = forward(self, *args, **kwargs)

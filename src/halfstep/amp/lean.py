@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from halfstep.amp.discovery import LARGEST_FP16, owned
 from halfstep.amp.ops import HALF
-from halfstep.errors import PolicyError, suggest
+from halfstep.errors import ConfigError, PolicyError, suggest
 from halfstep.optim import Master, attach, detach, full_values, master_of
 from halfstep.policy import Policy, select
 
@@ -127,6 +127,18 @@ def is_kept(module: nn.Module, name: str) -> bool:
     """Whether a parameter is one that the module's policy keeps in 16 bits."""
     found = layout_of(module)
     return found is not None and name in found.kept
+
+
+def refuse_cast(module: nn.Module) -> None:
+    """Raise ConfigError when a weight of a `*-true` model was cast since it was bound: its inputs are cast to the policy's format."""
+    found = layout_of(module)
+    for name, p in found.kept.items() if found is not None else ():
+        if found is not None and p.dtype != found.policy.dtype:
+            raise ConfigError(
+                f"{name} was {_text(found.policy.dtype)} when the model was prepared under {found.policy} and is {_text(p.dtype)} now: it was cast "
+                "from outside",
+                "Leave the dtypes to the precision; for a copy in another dtype use copy.deepcopy(accelerator.unwrap_model(model)).",
+            )
 
 
 def prepare(module: nn.Module, policy: Policy, device: torch.device, held: Collection[str], apart: Collection[str]) -> Layout | None:
@@ -373,3 +385,7 @@ def not_castable(module: nn.Module, policy: Policy) -> PolicyError:
         f"{type(module).__name__} has none" + (f" outside fp32={'|'.join(held)}" if held else ""),
         f"Use {mixed}, whose weights are fp32; or {policy.autocast}-true, which puts the whole model into {policy.autocast}.",
     )
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

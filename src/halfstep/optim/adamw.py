@@ -70,18 +70,14 @@ class AdamW(MasteredOptimizer):
         loss = evaluated(closure)
         self.settle_masters()
         held = [(number, p, group) for number, (p, group) in enumerate((p, g) for g in self.param_groups for p in g["params"]) if p.grad is not None]
-        work = [Work(number, p, master_of(p), self._state(p, number), group) for number, p, group in held]
+        work = [Work(number, p, p.grad.detach(), master_of(p), self._state(p, number), group) for number, p, group in held]
         self.steps += 1
-        for w in work:
-            w.state["step"] += 1
+        if work:
+            torch._foreach_add_([w.state["step"] for w in work], 1.0)
         kernels = cpu_kernels()
-        fast = [w for w in work if w.is_plain()] if kernels is not None else []
-        if kernels is not None and fast:
-            self._compiled.run(kernels, fast, factor, self.seed, self.steps)
-        done = {w.number for w in fast}
-        for w in work:
-            if w.number not in done:
-                self._update(w, factor)
+        left = work if kernels is None else self._compiled.run(kernels, work, factor, self.seed, self.steps)
+        for w in left:
+            self._update(w, factor)
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -114,7 +110,7 @@ class AdamW(MasteredOptimizer):
         """The plain definition, for one parameter."""
         p, state, group = w.p, w.state, w.group
         weight = w.master.read() if w.master is not None else p.detach()
-        gradient = w.gradient.to(weight.dtype)
+        gradient = w.gradient.resolve_conj().to(weight.dtype)
         if factor != 1.0:
             gradient = gradient * factor
         encoded = weight.dtype == torch.float32  # complex and fp64 weights keep their states in their own dtype

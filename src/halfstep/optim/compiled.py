@@ -14,22 +14,19 @@ from torch.autograd.graph import increment_version
 from halfstep.optim.codec import SCALE
 from halfstep.optim.masters import HALF, Master
 
+KERNEL_DTYPES = (torch.float32, *HALF)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class Work:
-    """One weight to update: its place in the optimizer, its master if it is 16-bit, its states (the step counted) and its group's settings."""
+    """One weight to update: its place in the optimizer, its gradient, its master if it is 16-bit, its states, and its group's settings."""
 
     number: int
     p: Tensor
+    gradient: Tensor
     master: Master | None
     state: dict[str, Any]
     group: dict[str, Any]
-
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient, which there is."""
-        assert self.p.grad is not None
-        return self.p.grad.resolve_conj()
 
     def moment(self, key: str) -> Tensor | tuple[Tensor, Tensor]:
         """A state as the kernel takes it: a tensor, or codes and scales."""
@@ -38,10 +35,23 @@ class Work:
     def is_plain(self) -> bool:
         """Whether the kernel takes it: on the CPU, in the usual order in memory, of a dtype that it knows."""
         p = self.p
-        known = p.dtype == torch.float32 or (p.dtype in HALF and self.master is not None)
-        if p.device.type != "cpu" or p.layout != torch.strided or not known or self.gradient.dtype not in (torch.float32, *HALF):
+        if p.device.type != "cpu" or p.layout != torch.strided or not (p.dtype == torch.float32 or (p.dtype in HALF and self.master is not None)):
             return False
         return p.is_contiguous() and all(self.state[key].is_contiguous() for key in ("exp_avg", "exp_avg_sq"))
+
+    def tensors(self) -> tuple[Any, ...]:
+        """What the kernel's tables have addresses of. A weight may get other memory and stay the same object."""
+        s, residual = self.state, None if self.master is None else self.master.residual
+        return (
+            self.p,
+            self.p.data_ptr(),
+            self.master,
+            residual,
+            s["exp_avg"],
+            s["exp_avg_sq"],
+            s.get("exp_avg" + SCALE),
+            s.get("exp_avg_sq" + SCALE),
+        )
 
 
 class CompiledAdamW:
@@ -49,7 +59,7 @@ class CompiledAdamW:
 
     def __init__(self) -> None:
         self._plan: Any = None
-        self._made_of: tuple[Any, ...] = ()
+        self._made_of: dict[int, tuple[Any, ...]] = {}  # by number of the parameter
 
     def __deepcopy__(self, memo: Any) -> CompiledAdamW:
         return CompiledAdamW()
@@ -57,49 +67,61 @@ class CompiledAdamW:
     def __reduce__(self) -> tuple[type[CompiledAdamW], tuple[()]]:
         return CompiledAdamW, ()
 
-    def run(self, kernels: ModuleType, work: Sequence[Work], factor: float, seed: int, step: int) -> None:
-        """One AdamW step of all of `work`, which must be plain."""
+    def run(self, kernels: ModuleType, work: Sequence[Work], factor: float, seed: int, step: int) -> list[Work]:
+        """One AdamW step of all that the kernel takes; returns the others. The steps in their states are counted already."""
+        left: list[Work] = []
+        taken: list[Work] = []
+        made_of: dict[int, tuple[Any, ...]] = {}
+        same = True
         for w in work:
             if w.master is not None:
                 w.master.follow()
-        made_of = (seed, *(place for w in work for place in _places(w)))
-        if made_of != self._made_of:
-            items = [
-                kernels.Item(
-                    weight=w.p.detach(),
-                    storage="fp32" if w.master is None else w.master.storage.name,
-                    residual=None if w.master is None else w.master.residual,
-                    first=w.moment("exp_avg"),
-                    second=w.moment("exp_avg_sq"),
-                    parameter=w.number,
-                )
-                for w in work
-            ]
-            self._plan, self._made_of = kernels.Plan(items, seed), made_of
-        gradients = [g if (g := w.gradient.detach()).is_contiguous() else g.contiguous() for w in work]
-        self._plan.run(gradients, [_settings(kernels, w) for w in work], factor, step)
-        for w in work:
+            tensors, before = w.tensors(), self._made_of.get(w.number)
+            known = before is not None and all(a is b or (type(a) is int and a == b) for a, b in zip(tensors, before, strict=True))
+            if w.gradient.dtype not in KERNEL_DTYPES or not (known or w.is_plain()):
+                left.append(w)
+                continue
+            same = same and known
+            made_of[w.number] = tensors
+            taken.append(w)
+        if not taken:
+            return left
+        if not same or made_of.keys() != self._made_of.keys() or self._plan is None:
+            self._plan, self._made_of = kernels.Plan([_item(kernels, w) for w in taken], seed), made_of
+        gradients = [g if g.is_contiguous() else g.contiguous() for g in (w.gradient for w in taken)]
+        self._plan.run(gradients, _settings(kernels, taken), factor, step)
+        increment_version([w.p for w in taken])
+        for w in taken:
             if w.master is not None:
-                w.master.wrote()
-            else:
-                increment_version(w.p)
+                w.master.wrote(counted=True)
+        return left
 
 
-def _places(w: Work) -> tuple[Any, ...]:
-    tensors = (w.p, w.state["exp_avg"], w.state["exp_avg_sq"], w.state.get("exp_avg" + SCALE), w.state.get("exp_avg_sq" + SCALE))
-    residual = None if w.master is None else w.master.residual
-    storage = "" if w.master is None else w.master.storage.name
-    return (w.number, w.p.shape, w.p.dtype, storage, *(None if t is None else (t.data_ptr(), t.dtype) for t in (*tensors, residual)))
-
-
-def _settings(kernels: ModuleType, w: Work) -> Any:
-    group = w.group
-    return kernels.Step(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=int(w.state["step"]),
-        maximize=bool(group["maximize"]),
+def _item(kernels: ModuleType, w: Work) -> Any:
+    return kernels.Item(
+        weight=w.p.detach(),
+        storage="fp32" if w.master is None else w.master.storage.name,
+        residual=None if w.master is None else w.master.residual,
+        first=w.moment("exp_avg"),
+        second=w.moment("exp_avg_sq"),
+        parameter=w.number,
     )
+
+
+def _settings(kernels: ModuleType, work: Sequence[Work]) -> list[Any]:
+    """The settings of each weight's step; those of a group that have taken as many steps share one record."""
+    counts = torch.stack([w.state["step"] for w in work]).tolist()
+    made: dict[tuple[int, float], Any] = {}
+    for w, count in zip(work, counts, strict=True):
+        key, group = (id(w.group), count), w.group
+        if key not in made:
+            made[key] = kernels.Step(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=int(count),
+                maximize=bool(group["maximize"]),
+            )
+    return [made[id(w.group), count] for w, count in zip(work, counts, strict=True)]

@@ -108,10 +108,11 @@ class Master:
             self.residual.copy_(residual)
         return self.wrote()
 
-    def wrote(self) -> None:
-        """The parameter's bits and the residual were written together: a version of their own."""
+    def wrote(self, counted: bool = False) -> None:
+        """The parameter's bits and the residual were written together: a version of their own, unless it is counted already."""
         p = self.parameter
-        increment_version(p)
+        if not counted:
+            increment_version(p)
         self._version = p._version
         if self._copy is not None:
             self._copy.copy_(p.detach())

@@ -342,7 +342,8 @@ class Trainer:
         mean, self._loss_sum, self._loss_count = float(self._loss_sum) / self._loss_count, torch.zeros_like(self._loss_sum), 0
         rate, scale = self.scheduler_in_use.get_last_lr()[0], self.accelerator.scaler.get_scale()
         record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
-        self.log(record | ({} if self._stalled is None else {"stalled": self._stalled}) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+        record |= {} if self._stalled is None else {"stalled": self._stalled}
+        self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _save(self) -> Path:
         self.state.loss_sum, self.state.loss_count = float(self._loss_sum), self._loss_count
