@@ -45,7 +45,7 @@ def filled(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Write or check; 1 when a table is not what the code says."""
     root, stale = Path(__file__).parent.parent, []
-    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
         name, text = str(path.relative_to(root)), path.read_text()
         if filled(text) != text:
             stale.append(name)

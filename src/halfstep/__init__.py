@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from halfstep import optim as optim
     from halfstep.accelerator import Accelerator as Accelerator
     from halfstep.hardware import doctor as doctor
+    from halfstep.optim import ema as ema
     from halfstep.policy import Policy as Policy
     from halfstep.step import StepResult as StepResult
     from halfstep.trainer import EvalPrediction as EvalPrediction
@@ -37,6 +38,7 @@ _WHERE = {
     "TrainingArguments": "halfstep.trainer",
     "amp": "",
     "doctor": "halfstep.hardware",
+    "ema": "halfstep.optim",
     "errors": "",
     "optim": "",
 }

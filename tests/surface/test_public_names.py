@@ -24,7 +24,9 @@ NAMES = [
     "__version__",
     "amp",
     "doctor",
+    "ema",
     "errors",
+    "optim",
 ]
 AMP_NAMES = {"autocast", "GradScaler"}
 HEAVY = (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.amp import is_kept
+from halfstep.amp import is_kept, layout
 from halfstep.errors import ConfigError
 from halfstep.optim import master_of
 from halfstep.policy import ModelFacts
@@ -19,8 +19,9 @@ FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
-    """The trainable parameters of `model` with their formats."""
-    return ModelFacts(tuple((name, FORMATS.get(p.dtype, "other")) for name, p in model.named_parameters() if p.requires_grad))
+    """The trainable parameters of `model` with the formats that they were loaded in."""
+    loaded = {name: getattr(torch, dtype) for name, dtype in layout(model)["loaded"].items()}  # of a model that was prepared before
+    return ModelFacts(tuple((name, FORMATS.get(loaded.get(name, p.dtype), "other")) for name, p in model.named_parameters() if p.requires_grad))
 
 
 class Signature:

@@ -181,6 +181,7 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             outputs = forward(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 
+    run.halfstep_under = forward  # type: ignore[attr-defined]  # read by discovery.forward_of
     return run
 
 

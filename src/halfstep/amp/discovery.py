@@ -111,7 +111,7 @@ def forward_of(part: nn.Module) -> Any:
     function = getattr(forward, "__func__", None)
     if getattr(forward, "__self__", None) is not part or not isinstance(forward, MethodType):
         return forward  # borrowed from elsewhere
-    return getattr(function, "halfstep_part_of", function)
+    return getattr(function, "halfstep_under", getattr(function, "halfstep_part_of", function))
 
 
 def _overlapping(parameters: list[nn.Parameter]) -> set[int]:

@@ -24,12 +24,11 @@ def compiled(function: Function, *parts: str) -> Function:
     """Compile for this machine at the first call, to run without the interpreter's lock, and keep the result on disk.
 
     In NUMBA_CACHE_DIR, beside the function's file or in the user's cache folder: the first that can be written to. Where none can,
-    every process compiles for itself. parts: other files whose functions it calls. The disk cache looks at the function's own file alone, so a digest
-    of theirs goes into the name.
+    every process compiles for itself. parts: other files whose functions it calls. The disk cache looks at the function's own file
+    alone, so a digest of theirs, and of this one, goes into the name.
     """
-    if parts:
-        digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in parts)).hexdigest()[:16]
-        function.__qualname__ = f"{function.__qualname__}_{digest}"
+    digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, *parts))).hexdigest()[:16]
+    function.__qualname__ = f"{function.__qualname__}_{digest}"
     try:
         return cast(Function, numba.njit(nogil=True, cache=True, **_OPTIONS)(function))
     except RuntimeError:  # "no locator available"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 from halfstep.numerics.slices import ranges
+from halfstep.numerics.updates import square_root
 
 BLOCK = 128
 SIGNED_LEVELS, POSITIVE_LEVELS = 127, 255
@@ -57,9 +58,9 @@ def _encode(flat: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, T
     scales = magnitude.amax(dim=1)
     scale = scales[:, None]
     levels = SIGNED_LEVELS if signed else POSITIVE_LEVELS
-    place = (magnitude / torch.where(scale == 0, 1.0, scale)).sqrt_()
+    place = square_root(magnitude / torch.where(scale == 0, 1.0, scale))
     if not signed:
-        place.sqrt_()
+        place = square_root(place)
     k = place.mul_(levels).floor_().clamp_(max=levels - 1)
     low, high = _level(k, signed).mul_(scale), _level(k + 1, signed).mul_(scale)
     share = 0.5 if noise is None else _blocks(noise.float().add_(0.5).mul_(2.0**-16))

@@ -1,6 +1,8 @@
 """Optimizers whose 16-bit weights never stop moving, and what they keep: masters, storages, states."""
 
 from halfstep.optim.adamw import AdamW as AdamW
+from halfstep.optim.averages import EMA as EMA
+from halfstep.optim.averages import ema as ema
 from halfstep.optim.base import MasteredOptimizer as MasteredOptimizer
 from halfstep.optim.choose import with_masters as with_masters
 from halfstep.optim.codec import CODECS as CODECS

@@ -42,16 +42,8 @@ class Work:
     def tensors(self) -> tuple[Any, ...]:
         """What the kernel's tables have addresses of. A weight may get other memory and stay the same object."""
         s, residual = self.state, None if self.master is None else self.master.residual
-        return (
-            self.p,
-            self.p.data_ptr(),
-            self.master,
-            residual,
-            s["exp_avg"],
-            s["exp_avg_sq"],
-            s.get("exp_avg" + SCALE),
-            s.get("exp_avg_sq" + SCALE),
-        )
+        scales = s.get("exp_avg" + SCALE), s.get("exp_avg_sq" + SCALE)
+        return (self.p, self.p.data_ptr(), self.master, residual, s["exp_avg"], s["exp_avg_sq"], *scales)
 
 
 class CompiledAdamW:
