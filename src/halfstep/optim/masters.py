@@ -10,6 +10,7 @@ off by at most half an ulp of the weight, and `refresh(model)` clears it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import ConfigError, suggest
 from halfstep.kernels import weight_kernels
@@ -209,9 +212,30 @@ def attach(p: Tensor, storage: str = "split", dtype: torch.dtype | None = None) 
         p.grad_dtype = target
         if gradient is not None:
             p.grad = gradient.to(target)
+    _watch_stock_optimizers()
     master = Master(p, chosen, residual)
     p.halfstep_master = master  # type: ignore[attr-defined]
     return master
+
+
+@functools.cache
+def _watch_stock_optimizers() -> None:
+    """Ask torch, once per process, to show every optimizer before its step. The hook keeps nothing."""
+    register_optimizer_step_pre_hook(_refuse_stock)
+
+
+def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "takes_factor", False):
+        return
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if p.grad is not None and "halfstep_master" in p.__dict__ and p.halfstep_master.storage.name != "plain" and master_of(p) is not None:
+                place = f"param_groups[{g}]['params'][{i}], a {_text(p.dtype)} weight of shape {tuple(p.shape)}"
+                raise ConfigError(
+                    f"this {type(optimizer).__name__} would update {place}, past its {p.halfstep_master.storage.name} master, and small "
+                    "updates would round away",
+                    "Step with what accelerator.prepare(optimizer) or halfstep.optim.wrap(optimizer) returns.",
+                )
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, suggest
 from halfstep.optim.base import MasteredOptimizer, evaluated
 from halfstep.optim.buckets import Buckets, cost, signature
 from halfstep.optim.codec import SCALE, Role
@@ -83,6 +83,7 @@ class Wrapped(MasteredOptimizer):
         self.bucket_bytes = bucket_bytes
         self._set_roles(roles)
         _widen(inner)
+        self._refuse_unmet(roles)
         if self.weights not in (None, "fp32") or self.codec.name != "fp32" or self._narrow():
             self._check_copies()
             if self.codec.name != "fp32":
@@ -217,6 +218,12 @@ class Wrapped(MasteredOptimizer):
         if wrong:
             raise ConfigError(f"roles={wrong} is not known", "A role is 'first' (a mean of gradients) or 'second' (a mean of their squares).")
         self.roles = dict(roles)
+
+    def _refuse_unmet(self, roles: Mapping[str, Role] | None) -> None:
+        """Refuse a role of a state that is not kept."""
+        keys = self._check_copies().keys if roles else ()
+        if unmet := [key for key in roles or () if keys and key not in keys]:
+            raise ConfigError(f"roles= names {unmet[0]!r}, and a {type(self.optimizer).__name__} keeps no such state", suggest(unmet[0], keys))
 
     def _say_states(self) -> None:
         """One log line: what is encoded and what is not."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.optim import HALF, AdamW, attach, full_values, master_of, refresh
+from halfstep.errors import ConfigError
+from halfstep.optim import HALF, AdamW, attach, full_values, master_of, refresh, wrap
 
 STORAGES = ["split", "split24", "kahan", "stochastic", "plain"]
 HOLDING = ["split", "split24", "kahan"]  # those with something beside the weight
@@ -256,3 +257,24 @@ def test_another_memory_format_moves_the_residual_along(storage: str, kernels: s
         optimizer.step()
         other.step()
     assert torch.equal(master(p), master(twin))  # noise too is by place in the tensor, not in memory
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_stock_optimizer_does_not_step_past_a_master(kind: type[torch.optim.Optimizer]) -> None:
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    attach(p, "split")
+    stock = kind([p], lr=1e-3)
+    p.grad = torch.ones(4).bfloat16()
+    with pytest.raises(ConfigError, match=r"bfloat16 weight of shape \(4,\), past its split master.*halfstep.optim.wrap"):
+        stock.step()
+    assert torch.equal(p.detach(), torch.ones(4).bfloat16())
+    wrap(stock).step()
+    assert bool((full_values(p) < 1).all())
+
+
+def test_a_stock_optimizer_may_step_weights_that_were_asked_to_be_plain() -> None:
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    attach(p, "plain")
+    p.grad = torch.ones(4).bfloat16()
+    torch.optim.SGD([p], lr=0.5).step()
+    assert torch.equal(p.detach(), torch.full((4,), 0.5).bfloat16())

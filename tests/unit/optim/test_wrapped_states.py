@@ -311,3 +311,9 @@ def test_a_master_made_before_keeps_its_storage() -> None:
     other = wrap(optim.SGD(held, lr=0.1), weights="kahan")
     with pytest.raises(ConfigError, match="split24 master already"):
         other.step()
+
+
+def test_a_role_of_a_state_that_is_not_kept_is_refused() -> None:
+    p = nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigError, match=r"'momentum_bufer'.*momentum_buffer"):
+        wrap(torch.optim.SGD([p], lr=0.1, momentum=0.9), states="int8", roles={"momentum_bufer": "first"})
