@@ -2,7 +2,9 @@
 
 The peer is what a plain torch loop does: GradScaler.unscale_, clip_grad_norm_, fused AdamW on fp32 weights and gradients, update, and
 casts of the new weights to 16-bit buffers that are kept. The other rows are halfstep's compiled kernels on the same sizes: one pass that
-measures the gradients, one that does the rest. All rows take turns in one process, the order flipped every round; each round gives one
+measures the gradients, one that does the rest; rows "by GradScaler" are the public way to the same, `scaler.step(optimizer,
+max_norm=1.0)` with `halfstep.optim.AdamW`, with all that the step protocol does beside it.
+All rows take turns in one process, the order flipped every round; each round gives one
 ratio to the peer next to it, and the median over rounds is reported with its quartiles. `floor_ms` is what the bytes that a row
 must move (each tensor it reads or writes, once) would take at the bandwidth of a copy measured here.
 Run: python benchmarks/step_stage.py [--rounds 21] [--tensors 100] [--size 200000] [--dtype bf16] [--rows peer split ...]
@@ -25,8 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import numerics
+from halfstep.amp import GradScaler
 from halfstep.hardware import doctor
 from halfstep.kernels import cpu_kernels
+from halfstep.optim import AdamW
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE, MAX_NORM = 1024.0, 1.0
@@ -102,6 +106,43 @@ def ours(given: argparse.Namespace, storage: str, states: str) -> Row:
     return Row(lambda: None, run, 2 * read + 2 * kept + sum(w.nbytes + b.nbytes for w, b in zip(weights, buffers, strict=False)))
 
 
+class Give(torch.autograd.Function):
+    """A loss whose backward pass gives these gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:  # noqa: D102
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        return (None, *ctx.gradients)
+
+
+def public(given: argparse.Namespace, weights: str | None, states: str) -> Row:
+    """The same through GradScaler and AdamW."""
+    values, scaled = made(given)
+    dtype = torch.float32 if weights is None else DTYPES[given.dtype]
+    gradients = [g.to(dtype) for g in scaled]
+    parameters = [nn.Parameter(w.to(dtype)) for w in values]
+    buffers = [w.to(DTYPES[given.dtype]) for w in values] if weights is None else []
+    optimizer = AdamW(parameters, weights=weights, states=states, **SETTINGS)
+    scaler = GradScaler("cpu", init_scale=SCALE, strategy="stock")
+
+    def prepare() -> None:
+        optimizer.zero_grad()
+        scaler.scale(Give.apply(gradients, *parameters)).backward()
+
+    def run() -> None:
+        result = scaler.step(optimizer, max_norm=MAX_NORM)
+        scaler.update()
+        assert result
+        if buffers:
+            torch._foreach_copy_(buffers, [p.detach() for p in parameters])
+
+    return Row(prepare, run, ours(given, weights or "fp32", states).moved)
+
+
 def stored(values: Tensor, storage: str, dtype: torch.dtype) -> tuple[Tensor, str, Tensor | None]:
     """A weight, the name of its storage, its residual."""
     if storage == "fp32":
@@ -133,6 +174,9 @@ def tensors_of(item: Any) -> list[Tensor]:
 ROWS: dict[str, Callable[[argparse.Namespace], Row]] = {
     "peer": peer,
     "peer again (A/A)": peer,
+    "fp32, by GradScaler": lambda given: public(given, None, "fp32"),
+    "split, by GradScaler": lambda given: public(given, "split", "fp32"),
+    "split, int8, by GradScaler": lambda given: public(given, "split", "int8"),
     "fp32": lambda given: ours(given, "fp32", "fp32"),
     "split": lambda given: ours(given, "split", "fp32"),
     "split, bf16 states": lambda given: ours(given, "split", "bf16"),

@@ -60,10 +60,15 @@ class Master:
         """Belong to `parameter`, a copy with the same bits of the one that this was made for."""
         self._parameter, self._version = ref(parameter), parameter._version
 
-    @torch.no_grad()
     def follow(self) -> None:
         """Take notice of what others did to the parameter since the last write: new values, another device, other strides."""
-        p = self.parameter
+        p, residual = self.parameter, self.residual
+        if p._version == self._version and (residual is None or (residual.stride() == p.stride() and residual.device == p.device)):
+            return
+        with torch.no_grad():
+            self._follow(p)
+
+    def _follow(self, p: Tensor) -> None:
         if self.residual is not None and (self.residual.device != p.device or self.residual.stride() != p.stride()):
             self.residual = _like(self.residual, p)
         if self._copy is not None and (self._copy.device != p.device or self._copy.stride() != p.stride()):
