@@ -39,11 +39,10 @@ class Work:
             return False
         return p.is_contiguous() and all(self.state[key].is_contiguous() for key in ("exp_avg", "exp_avg_sq"))
 
-    def tensors(self) -> tuple[Any, ...]:
-        """What the kernel's tables have addresses of. A weight may get other memory and stay the same object."""
+    def objects(self) -> tuple[Any, ...]:
+        """What the kernel's tables have addresses of."""
         s, residual = self.state, None if self.master is None else self.master.residual
-        scales = s.get("exp_avg" + SCALE), s.get("exp_avg_sq" + SCALE)
-        return (self.p, self.p.data_ptr(), self.master, residual, s["exp_avg"], s["exp_avg_sq"], *scales)
+        return (self.p, self.master, residual, s["exp_avg"], s["exp_avg_sq"], s.get("exp_avg" + SCALE), s.get("exp_avg_sq" + SCALE))
 
 
 class CompiledAdamW:
@@ -51,7 +50,7 @@ class CompiledAdamW:
 
     def __init__(self) -> None:
         self._plan: Any = None
-        self._made_of: dict[int, tuple[Any, ...]] = {}  # by number of the parameter
+        self._made_of: dict[int, tuple[Any, ...]] = {}  # by number of the parameter: ids and address, and the objects, so that no id is used again
 
     def __deepcopy__(self, memo: Any) -> CompiledAdamW:
         return CompiledAdamW()
@@ -68,13 +67,15 @@ class CompiledAdamW:
         for w in work:
             if w.master is not None:
                 w.master.follow()
-            tensors, before = w.tensors(), self._made_of.get(w.number)
-            known = before is not None and all(a is b or (type(a) is int and a == b) for a, b in zip(tensors, before, strict=True))
+            objects = w.objects()
+            ids = (w.p.data_ptr(), *map(id, objects))  # a weight may get other memory and stay the same object
+            before = self._made_of.get(w.number)
+            known = before is not None and before[0] == ids
             if w.gradient.dtype not in KERNEL_DTYPES or not (known or w.is_plain()):
                 left.append(w)
                 continue
             same = same and known
-            made_of[w.number] = tensors
+            made_of[w.number] = (ids, objects)
             taken.append(w)
         if not taken:
             return left
