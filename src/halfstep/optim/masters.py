@@ -230,7 +230,7 @@ def _watch_stock_optimizers() -> None:
 
 
 def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, "takes_factor", False):
+    if any(getattr(o, "takes_factor", False) for o in (optimizer, *vars(optimizer).values())):  # one of ours, or around one of ours
         return
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -270,6 +271,26 @@ def test_a_stock_optimizer_does_not_step_past_a_master(kind: type[torch.optim.Op
     assert torch.equal(p.detach(), torch.ones(4).bfloat16())
     wrap(stock).step()
     assert bool((full_values(p) < 1).all())
+
+
+class Every(torch.optim.Optimizer):
+    """An optimizer around another one, as Lookahead is."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_around_one_of_ours_may_step() -> None:
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    around = Every(AdamW([p], lr=1e-5))
+    for _ in range(3):
+        p.grad = torch.ones(4).bfloat16()
+        around.step()
+    assert bool((full_values(p) < 1 - 2e-5).all())
 
 
 def test_a_stock_optimizer_may_step_weights_that_were_asked_to_be_plain() -> None:
