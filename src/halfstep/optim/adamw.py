@@ -88,6 +88,8 @@ class AdamW(MasteredOptimizer):
                 "Use halfstep.optim.wrap(torch.optim.AdamW(...)).",
             )
         super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["step"] = torch.tensor(float(state["step"]))  # others save a number, or an integer tensor
 
     def _state(self, p: Tensor, number: int) -> dict[str, Any]:
         """The states of a parameter, made at its first step."""
@@ -131,3 +133,6 @@ class AdamW(MasteredOptimizer):
         for key, values in zip(ROLES, moments, strict=True):
             if encoded:
                 self.encode(state, key, values, w.number)
+
+
+AdamW.step._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs it as it is: there is nothing to fuse

@@ -27,16 +27,13 @@ class EMA:
         self.model, self.decay, self.updates = model, decay, 0
         self.averages: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def update(self) -> None:
         """Take the weights as they are now into the averages."""
-        for name, p in self._weights():
-            values = full_values(p)
-            known = self.averages.get(name)
-            if known is None:
-                self.averages[name] = values
-            else:
-                self.averages[name] = known.to(p.device).lerp_(values, 1 - self.decay)
+        with torch.inference_mode(False), torch.no_grad():
+            for name, p in self._weights():
+                values = full_values(p)
+                known = self.averages.get(name)
+                self.averages[name] = values if known is None else known.to(p.device).lerp_(values, 1 - self.decay)
         self.updates += 1
 
     @contextmanager
@@ -49,6 +46,8 @@ class EMA:
             raise ConfigError("there is no average yet", "Call update() after a step.")
         with ExitStack() as stack, torch.no_grad():
             for name, p in self._weights():
+                if name not in self.averages:  # added since the last update
+                    continue
                 stack.callback(keep(p))
                 master = master_of(p)
                 if master is not None:
@@ -64,8 +63,9 @@ class EMA:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises CheckpointError, and changes nothing, when it is of another model."""
-        named = dict(self._weights())
-        averages = state_dict["averages"]
+        named, averages = dict(self._weights()), state_dict.get("averages")
+        if averages is None or not {"decay", "updates"} <= state_dict.keys():
+            raise CheckpointError("the state holds no averages", "Load what state_dict() of an average gave.")
         again = "Build the model as the run that saved them did."
         for name in {*averages} ^ {*named} if averages else ():
             raise CheckpointError(f"the averages are of another model: {name} is in only one of them", again)

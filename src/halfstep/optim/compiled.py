@@ -39,10 +39,20 @@ class Work:
             return False
         return p.is_contiguous() and all(self.state[key].is_contiguous() for key in ("exp_avg", "exp_avg_sq"))
 
-    def objects(self) -> tuple[Any, ...]:
-        """What the kernel's tables have addresses of."""
-        s, residual = self.state, None if self.master is None else self.master.residual
-        return (self.p, self.master, residual, s["exp_avg"], s["exp_avg_sq"], s.get("exp_avg" + SCALE), s.get("exp_avg_sq" + SCALE))
+    def places(self) -> tuple[Any, ...]:
+        """What the kernel's tables are made of, as addresses: a tensor may get other memory and stay the same object."""
+        s, master = self.state, self.master
+        found = [self.p.data_ptr(), s["exp_avg"].data_ptr(), s["exp_avg_sq"].data_ptr()]
+        if "exp_avg_scale" in s:
+            found += (s["exp_avg_scale"].data_ptr(), s["exp_avg_sq_scale"].data_ptr())
+        if master is None:
+            return (None, None, *found)
+        residual = master.residual
+        return (master.storage.name, None if residual is None else residual.data_ptr(), *found)
+
+    def formats(self) -> tuple[Any, ...]:
+        """The rest of what they are made of."""
+        return self.p.dtype, self.p.shape, self.state["exp_avg"].dtype, self.state["exp_avg_sq"].dtype
 
 
 class CompiledAdamW:
@@ -50,7 +60,7 @@ class CompiledAdamW:
 
     def __init__(self) -> None:
         self._plan: Any = None
-        self._made_of: dict[int, tuple[Any, ...]] = {}  # by number of the parameter: ids and address, and the objects, so that no id is used again
+        self._made_of: dict[int, tuple[Any, ...]] = {}  # by number of the parameter; the plan's own references keep addresses from being used again
 
     def __deepcopy__(self, memo: Any) -> CompiledAdamW:
         return CompiledAdamW()
@@ -67,15 +77,13 @@ class CompiledAdamW:
         for w in work:
             if w.master is not None:
                 w.master.follow()
-            objects = w.objects()
-            ids = (w.p.data_ptr(), *map(id, objects))  # a weight may get other memory and stay the same object
-            before = self._made_of.get(w.number)
-            known = before is not None and before[0] == ids
+            places = (*w.places(), *w.formats())
+            known = self._made_of.get(w.number) == places
             if w.gradient.dtype not in KERNEL_DTYPES or not (known or w.is_plain()):
                 left.append(w)
                 continue
             same = same and known
-            made_of[w.number] = (ids, objects)
+            made_of[w.number] = places
             taken.append(w)
         if not taken:
             return left

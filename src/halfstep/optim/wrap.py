@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep import policy as policies
 from halfstep.errors import CheckpointError, ConfigError, suggest
 from halfstep.optim.base import MasteredOptimizer, evaluated
 from halfstep.optim.buckets import Buckets, cost, signature
@@ -20,8 +21,7 @@ from halfstep.optim.codec import SCALE, Role
 from halfstep.optim.copies import HOOKS, bare_step
 from halfstep.optim.masters import HALF
 from halfstep.optim.trial import Trial, tried
-from halfstep.policy import Policy, roles_of
-from halfstep.policy.memory import name_of
+from halfstep.policy import Policy
 
 logger = logging.getLogger("halfstep")
 BUCKET_BYTES = 64 * 2**20
@@ -206,7 +206,7 @@ class Wrapped(MasteredOptimizer):
         if roles is not None and self.codec.name == "fp32":
             raise ConfigError("roles= has no effect with states=fp32: nothing is encoded", "Give states='bf16' or 'int8', or leave roles out.")
         if roles is None:
-            known = [roles_of(self.optimizer, group) for group in self.param_groups]
+            known = [policies.roles_of(self.optimizer, group) for group in self.param_groups]
             keys = dict.fromkeys(key for found in known for key in found)
             roles = {}
             for key in keys:
@@ -234,7 +234,7 @@ class Wrapped(MasteredOptimizer):
         if encoded:
             logger.info("states of %s: %s in %s, %s", name, ", ".join(encoded), self.codec.name, stay)
         else:
-            known = name_of(self.optimizer) is not None
+            known = policies.name_of(self.optimizer) is not None
             why = "None of them can be rounded without harm" if known else UNKNOWN
             logger.info("states of %s: none in %s, %s. %s", name, self.codec.name, stay, why)
 

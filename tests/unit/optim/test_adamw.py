@@ -337,3 +337,34 @@ def test_bytes_are_those_that_the_policy_counts(storage: str, states: str, numel
     assert expected.gradient == p.grad.nbytes
     assert expected.residual == (made.nbytes() if made is not None else 0)
     assert expected.states == sum(t.nbytes for t in optimizer.state[p].values())
+
+
+def test_memory_that_moves_under_the_same_tensors_is_found() -> None:
+    """As when states are offloaded: `.data` is another tensor, the object is not."""
+    results = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(300).bfloat16())
+        optimizer = AdamW([p], lr=1e-2)
+        for _ in range(4):
+            p.grad = torch.randn(300).bfloat16()
+            optimizer.step()
+            if moves:
+                master = master_of(p)
+                assert master is not None
+                assert master.residual is not None
+                for t in (*optimizer.state[p].values(), master.residual, p):
+                    t.data = t.data.clone()
+        results.append((full_values(p), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
+def test_a_step_count_of_any_kind_is_loaded(count: Any) -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([p])
+    state = {"step": count, "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
+    optimizer.load_state_dict({"state": {0: state}, "param_groups": [{"lr": 1e-3, "params": [0]}]})
+    p.grad = torch.ones(4)
+    optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 4

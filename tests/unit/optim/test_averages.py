@@ -97,4 +97,18 @@ def test_refusals() -> None:
     other = EMA(nn.Linear(6, 5))
     with pytest.raises(CheckpointError, match="another model"):
         other.load_state_dict(average.state_dict())
+    with pytest.raises(CheckpointError, match="no averages"):
+        other.load_state_dict({})
     assert not other.averages
+
+
+def test_a_weight_that_came_later_stays_as_it_is() -> None:
+    net = model(torch.float32)
+    average = EMA(net)
+    with torch.inference_mode():
+        average.update()
+    net.append(nn.Linear(2, 2))
+    with average.applied():
+        pass
+    average.update()
+    assert "2.weight" in average.averages
