@@ -11,6 +11,7 @@ off by at most half an ulp of the weight, and `refresh(model)` clears it.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -230,11 +231,22 @@ def _watch_stock_optimizers() -> None:
 
 
 def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(getattr(o, "takes_factor", False) for o in (optimizer, *vars(optimizer).values())):  # one of ours, or around one of ours
+    if getattr(optimizer, "takes_factor", False):
+        return
+    around = any(getattr(o, "takes_factor", False) for o in vars(optimizer).values())
+    if around and "halfstep_told" in vars(optimizer):
         return
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
             if p.grad is not None and "halfstep_master" in p.__dict__ and p.halfstep_master.storage.name != "plain" and master_of(p) is not None:
+                if around:
+                    optimizer.halfstep_told = True  # type: ignore[attr-defined]
+                    warnings.warn(
+                        f"a {type(optimizer).__name__} steps around an optimizer of halfstep's: what it writes into 16-bit weights itself is "
+                        "rounded to 16 bits and may be lost. Use it with weights that are fp32.",
+                        stacklevel=5,
+                    )
+                    return
                 place = f"param_groups[{g}]['params'][{i}], a {_text(p.dtype)} weight of shape {tuple(p.shape)}"
                 raise ConfigError(
                     f"this {type(optimizer).__name__} would update {place}, past its {p.halfstep_master.storage.name} master, and small "

@@ -186,9 +186,8 @@ class Wrapped(MasteredOptimizer):
         name, about = type(self.optimizer).__name__, "16-bit weights, encoded states and factors need copies of an optimizer"
         held = [value for value in vars(self.optimizer).values() if value is not self and isinstance(value, (nn.Module, Optimizer))]
         if held:
-            raise ConfigError(
-                f"{name} holds a {type(held[0]).__name__}, and {about}", f"Wrap the optimizer inside {name}, or keep weights and states in fp32."
-            )
+            what = type(held[0]).__name__
+            raise ConfigError(f"{name} holds a {what}, and {about}", f"Keep weights and states in fp32 with {name}, or use {what} alone.")
         if _needs_closure(self.optimizer):
             raise _closure_error(name, about)
         if self._trial is None:

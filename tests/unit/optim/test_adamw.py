@@ -364,7 +364,7 @@ def test_a_step_count_of_any_kind_is_loaded(count: Any) -> None:
     p = nn.Parameter(torch.ones(4))
     optimizer = AdamW([p])
     state = {"step": count, "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
-    optimizer.load_state_dict({"state": {0: state}, "param_groups": [{"lr": 1e-3, "params": [0]}]})
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: state}})
     p.grad = torch.ones(4)
     optimizer.step()
     assert float(optimizer.state[p]["step"]) == 4

@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "two phases": (lambda: wrap(Sam(tensors(), lr=0.1)), "two phases.*wrap the optimizer that it is made around"),
     "twice": (lambda: wrap(adamw(tensors())), "Wrapped has masters already"),
     "inner again": (lambda: wrap(adamw(tensors()).optimizer), "AdamW has masters already"),
-    "around another": (lambda: wrap(Around(tensors())), "Around holds a SGD.*Wrap the optimizer inside"),
+    "around another": (lambda: wrap(Around(tensors())), "Around holds a SGD.*Keep weights and states in fp32 with Around"),
     "no bucket": (lambda: wrap(optim.SGD(tensors()), bucket_bytes=0), "bucket_bytes=0"),
     "storage": (lambda: wrap(optim.SGD(tensors()), weights="splitt"), "'splitt' is not known.*'split'"),
     "codec": (lambda: wrap(optim.SGD(tensors()), states="int9"), "'int9' is not known"),
