@@ -127,10 +127,12 @@ class Say(TrainerCallback):
 def report(trainer: Trainer, demo: DemoArguments) -> str:
     """What the run came to, for people."""
     state, lines = trainer.state, []
-    losses = [record["eval_loss"] for record in state.log_history if "eval_loss" in record]
-    if losses:
-        steps = f"{state.global_step} steps ({state.skipped_steps} skipped)"
-        lines.append(f"evaluation loss {losses[0]:.3f} before, {losses[-1]:.3f} after {steps}, in nats per byte")
+    found = [(record["step"], record["eval_loss"]) for record in state.log_history if "eval_loss" in record]
+    steps = f"{state.global_step} steps ({state.skipped_steps} skipped)"
+    if found and (found[0][0], found[-1][0]) == (0, state.global_step):
+        lines.append(f"evaluation loss {found[0][1]:.3f} before, {found[-1][1]:.3f} after {steps}, in nats per byte")
+    elif found:
+        lines.append(f"{steps}; last evaluated after {found[-1][0]}: loss {found[-1][1]:.3f} in nats per byte")
     if demo.sample_length and isinstance(trainer.model, GPT):
         sample = trainer.model.generate(demo.prompt.encode(), demo.sample_length, seed=trainer.args.seed)
         lines.append(f"sample:\n{sample.decode(errors='replace')}")

@@ -233,7 +233,7 @@ def _watch_stock_optimizers() -> None:
 def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if getattr(optimizer, "takes_factor", False):
         return
-    around = any(getattr(o, "takes_factor", False) for o in vars(optimizer).values())
+    around = any(isinstance(o, Optimizer) and getattr(o, "takes_factor", False) for o in vars(optimizer).values())
     if around and "halfstep_told" in vars(optimizer):
         return
     for g, group in enumerate(optimizer.param_groups):

@@ -5,7 +5,9 @@ Source of the need: a sum of n 16-bit gradients in 16 bits is off by up to n ulp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -71,7 +73,13 @@ def before_a_backward_pass(state: StepState) -> None:
 
 def divides_late(optimizer: Any) -> bool:
     """Whether an optimizer takes its gradients times a factor, with nobody looking at them between."""
-    return bool(getattr(optimizer, "takes_factor", False)) and not optimizer._optimizer_step_pre_hooks
+    return bool(getattr(optimizer, "takes_factor", False)) and not optimizer._optimizer_step_pre_hooks and _knows_factor(type(optimizer).step)
+
+
+@functools.cache
+def _knows_factor(step: Callable[..., Any]) -> bool:
+    """Whether the step of a class, which may be a subclass of ours with a step of its own, takes `factor`."""
+    return "factor" in inspect.signature(step).parameters
 
 
 def has_fp16_gradients(optimizer: Any) -> bool:

@@ -65,6 +65,13 @@ def test_a_run_says_what_it_does_and_what_came_of_it(halfstep) -> None:
     assert load_file(run / "checkpoint-6" / "model.safetensors")["bytes.weight"].shape == (256, 16)
 
 
+def test_an_evaluation_before_the_run_is_not_taken_for_one_after_it(halfstep) -> None:
+    status, out, _ = halfstep("train --eval_strategy no " + TINY.replace("--eval_steps 6 ", ""))
+    assert status == 0
+    (report,) = [line for line in out.splitlines() if line.startswith("6 steps")]
+    assert report.startswith("6 steps (0 skipped); last evaluated after 0: loss ")
+
+
 def test_the_settings_of_a_run_make_the_same_run_again(halfstep) -> None:
     halfstep("train --precision fp16-mixed --dropout 0.1 --seed 3 " + TINY)
     assert yaml.safe_load(Path("runs/001-fp16-mixed/config.yaml").read_text())["precision"] == "fp16-mixed"

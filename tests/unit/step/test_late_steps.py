@@ -13,7 +13,7 @@ from halfstep import StepResult
 from halfstep.amp import GradScaler
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.kernels import cpu_kernels
-from halfstep.optim import HALF, AdamW, attach, master_of, wrap
+from halfstep.optim import HALF, AdamW, attach, full_values, master_of, wrap
 
 SCALED: dict[str, Any] = {"strategy": "stock", "init_scale": 1024.0}
 OPTIMIZERS = {
@@ -253,3 +253,22 @@ def test_an_overflow_with_a_late_clip_lowers_the_scale_and_names_the_weight() ->
     assert result.culprits[0].name in dict(model.named_parameters())
     assert s.get_scale() == 2.0**23
     assert not optimizer.state
+
+
+def test_a_subclass_with_a_step_of_its_own_is_stepped_without_a_factor() -> None:
+    class Counted(AdamW):
+        steps_seen = 0
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self.steps_seen += 1
+            return super().step(closure)
+
+    values = []
+    for kind in (AdamW, Counted):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 2).half()
+        optimizer, scaler = kind(net.parameters(), lr=1e-2), GradScaler(init_scale=1024.0, strategy="stock")
+        scaler.scale(net(torch.ones(3, 4).half()).float().square().mean()).backward()
+        assert scaler.step(optimizer, max_norm=1e6)
+        values.append(full_values(net.weight))
+    assert torch.equal(*values)
