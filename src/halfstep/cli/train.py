@@ -129,8 +129,9 @@ def report(trainer: Trainer, demo: DemoArguments) -> str:
     state, lines = trainer.state, []
     found = [(record["step"], record["eval_loss"]) for record in state.log_history if "eval_loss" in record]
     steps = f"{state.global_step} steps ({state.skipped_steps} skipped)"
-    if found and (found[0][0], found[-1][0]) == (0, state.global_step):
-        lines.append(f"evaluation loss {found[0][1]:.3f} before, {found[-1][1]:.3f} after {steps}, in nats per byte")
+    if found and found[-1][0] == state.global_step:
+        before = f"{found[0][1]:.3f} before, " if found[0][0] == 0 else ""
+        lines.append(f"evaluation loss {before}{found[-1][1]:.3f} after {steps}, in nats per byte")
     elif found:
         lines.append(f"{steps}; last evaluated after {found[-1][0]}: loss {found[-1][1]:.3f} in nats per byte")
     if demo.sample_length and isinstance(trainer.model, GPT):

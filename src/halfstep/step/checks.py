@@ -108,13 +108,11 @@ def refuse_states(optimizer: Optimizer, name: Callable[[Tensor], str]) -> None:
     for p in parameters(optimizer):
         own = states.get(p)
         for key, value in own.items() if isinstance(own, Mapping) else ():
-            if isinstance(value, Tensor) and value.dim():
-                if value.device != p.device:
-                    raise ConfigError(
-                        f"the model has moved since its optimizer was made: {name(p)} is on {p.device} and its {key} on {value.device}",
-                        "Move the model first, then make the optimizer, then load its state.",
-                    )
-                break  # the states of one parameter are made, loaded and moved together
+            if isinstance(value, Tensor) and value.dim() and value.device != p.device:
+                raise ConfigError(
+                    f"the model has moved since its optimizer was made: {name(p)} is on {p.device} and its {key} on {value.device}",
+                    "Move the model first, then make the optimizer, then load its state.",
+                )
 
 
 def refuse_edits(edited: list[Tensor], mixed: list[Tensor], name: Callable[[Tensor], str]) -> None:
