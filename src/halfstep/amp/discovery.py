@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.amp.ops import LOW_ON_CUDA_ONLY
 from halfstep.amp.rehearsal import storage_of
+from halfstep.optim.masters import LARGEST_FP16
 from halfstep.policy import Policy, select
-
-LARGEST_FP16 = 2.0**15  # larger weights stay fp32: a step could take them out of fp16's range
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp.discovery import LARGEST_FP16, owned
+from halfstep.amp.discovery import owned
 from halfstep.amp.ops import HALF
 from halfstep.errors import ConfigError, PolicyError, suggest
-from halfstep.optim import Master, attach, detach, full_values, master_of
+from halfstep.optim import Master, attach, detach, dtype_name, full_values, master_of
+from halfstep.optim.masters import LARGEST_FP16
 from halfstep.policy import Policy, select
 
 logger = logging.getLogger("halfstep")
@@ -135,8 +136,8 @@ def refuse_cast(module: nn.Module) -> None:
     for name, p in found.kept.items() if found is not None else ():
         if found is not None and p.dtype != found.policy.dtype:
             raise ConfigError(
-                f"{name} was {_text(found.policy.dtype)} when the model was prepared under {found.policy} and is {_text(p.dtype)} now: it was cast "
-                "from outside",
+                f"{name} was {dtype_name(found.policy.dtype)} when the model was prepared under {found.policy} and is {dtype_name(p.dtype)} now: "
+                "it was cast from outside",
                 "Leave the dtypes to the precision; for a copy in another dtype use copy.deepcopy(accelerator.unwrap_model(model)).",
             )
 
@@ -385,7 +386,3 @@ def not_castable(module: nn.Module, policy: Policy) -> PolicyError:
         f"{type(module).__name__} has none" + (f" outside fp32={'|'.join(held)}" if held else ""),
         f"Use {mixed}, whose weights are fp32; or {policy.autocast}-true, which puts the whole model into {policy.autocast}.",
     )
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

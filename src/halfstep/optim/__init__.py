@@ -13,6 +13,7 @@ from halfstep.optim.masters import Master as Master
 from halfstep.optim.masters import attach as attach
 from halfstep.optim.masters import detach as detach
 from halfstep.optim.masters import digest as digest
+from halfstep.optim.masters import dtype_name as dtype_name
 from halfstep.optim.masters import full_values as full_values
 from halfstep.optim.masters import keep as keep
 from halfstep.optim.masters import master_of as master_of

@@ -17,7 +17,7 @@ from halfstep.kernels import weight_kernels
 from halfstep.numerics import Noise
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
 from halfstep.optim.loading import adopt, check_master, converted, saved_master
-from halfstep.optim.masters import HALF, Master, attach, master_of, storage_named
+from halfstep.optim.masters import HALF, Master, attach, dtype_name, master_of, storage_named
 from halfstep.policy import Policy, parse
 
 logger = logging.getLogger("halfstep")
@@ -99,7 +99,7 @@ class MasteredOptimizer(Optimizer):
             if master is None:
                 if self.weights == "fp32":
                     raise ConfigError(
-                        f"weights=fp32 was asked for, and a parameter of shape {tuple(p.shape)} is {_text(p.dtype)}",
+                        f"weights=fp32 was asked for, and a parameter of shape {tuple(p.shape)} is {dtype_name(p.dtype)}",
                         "Use weights=split, or model.float().",
                     )
                 master = attach(p, self.weights or "split")
@@ -242,7 +242,3 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 def _described(storage: str) -> str:
     notes = {"plain": "none: updates below half an ulp round away", "stochastic": "stochastic rounding (nothing beside them)"}
     return notes.get(storage, f"{storage} ones")
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

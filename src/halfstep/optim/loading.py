@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.errors import CheckpointError
 from halfstep.numerics import BLOCK
 from halfstep.optim.codec import SCALE, Codec, Role, codec_of, parts_of, put
-from halfstep.optim.masters import HALF, attach, digest, master_of
+from halfstep.optim.masters import HALF, attach, digest, dtype_name, master_of
 from halfstep.optim.storage import STORAGES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,7 +32,8 @@ def converted(saved: Mapping[str, Any], p: Tensor, number: int, roles: Mapping[s
         parts, role = {end: t.to(p.device).clone() for end, t in parts_of(saved, key).items()}, roles[key]
         if known is None or not _fits(parts, p, role):
             raise CheckpointError(
-                f"the saved {key} of parameter {number} is {_text(value.dtype)} {tuple(value.shape)}, and the parameter has {tuple(p.shape)}", AGAIN
+                f"the saved {key} of parameter {number} is {dtype_name(value.dtype)} {tuple(value.shape)}, and the parameter has {tuple(p.shape)}",
+                AGAIN,
             )
         if known.name != codec.name:
             values = known.decode(parts, role, p.shape)
@@ -66,7 +67,7 @@ def check_master(number: int, p: Tensor | None, entry: Mapping[str, Any], wanted
     wanted = master.storage.name if master is not None else wanted
     if p.dtype in HALF and p.dtype != dtype:
         raise CheckpointError(
-            f"the saved master of parameter {number} is of a {_text(dtype)} weight, and the weight is {_text(p.dtype)} here",
+            f"the saved master of parameter {number} is of a {dtype_name(dtype)} weight, and the weight is {dtype_name(p.dtype)} here",
             "Use the same 16-bit format.",
         )
     if wanted not in (None, "fp32", storage.name) and storage.name not in ("stochastic", "plain") and (storage.name, wanted) != ("split24", "split"):
@@ -82,7 +83,7 @@ def saved_master(p: Tensor) -> dict[str, Any] | None:
     if master is None:
         return None
     master.follow()
-    entry: dict[str, Any] = {"storage": master.storage.name, "dtype": _text(p.dtype), "digest": digest(p)}
+    entry: dict[str, Any] = {"storage": master.storage.name, "dtype": dtype_name(p.dtype), "digest": digest(p)}
     return entry if master.residual is None else entry | {"residual": master.residual}
 
 
@@ -127,7 +128,3 @@ def _moved(key: str, value: Any, p: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if key == "step" else value.to(p.device).clone()
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -199,7 +199,7 @@ def attach(p: Tensor, storage: str = "split", dtype: torch.dtype | None = None) 
     target = p.dtype if p.dtype in HALF else dtype
     if chosen.name == "fp32" or target not in HALF or p.dtype not in (*HALF, torch.float32):
         raise ConfigError(
-            f"{storage} masters were asked for a {_text(p.dtype)} parameter" + (f" cast to {_text(target)}" if target is not None else ""),
+            f"{storage} masters were asked for a {dtype_name(p.dtype)} parameter" + (f" cast to {dtype_name(target)}" if target is not None else ""),
             "Name a 16-bit dtype and one of split, split24, kahan, stochastic, plain.",
         )
     if target == torch.float16 and bool((p.detach().abs() > LARGEST_FP16).any()):
@@ -247,7 +247,7 @@ def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                         stacklevel=5,
                     )
                     return
-                place = f"param_groups[{g}]['params'][{i}], a {_text(p.dtype)} weight of shape {tuple(p.shape)}"
+                place = f"param_groups[{g}]['params'][{i}], a {dtype_name(p.dtype)} weight of shape {tuple(p.shape)}"
                 raise ConfigError(
                     f"this {type(optimizer).__name__} would update {place}, past its {p.halfstep_master.storage.name} master, and small "
                     "updates would round away",
@@ -318,5 +318,6 @@ def digest(weight: Tensor) -> int:
     return int(total) & 0x7FFFFFFFFFFFFFFF
 
 
-def _text(dtype: torch.dtype | None) -> str:
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """A dtype as people write it: bfloat16."""
     return str(dtype).removeprefix("torch.")

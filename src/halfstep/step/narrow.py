@@ -14,11 +14,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from halfstep.optim import HALF
 from halfstep.step.marks import parameters
 from halfstep.step.record import Record
 from halfstep.step.state import StepState
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def is_narrow(p: Tensor) -> bool:

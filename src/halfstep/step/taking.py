@@ -47,11 +47,11 @@ def take(
         fused = not record.unscaled and divides_itself(optimizer)
         if fused and defers(state, optimizer):
             record.evidence = measure(state, optimizer)
-            return _take_on_device(state, optimizer, record, state.scale_at_hand)
+            return _take_on_device(state, optimizer, record, state.scale_at_hand, before)
         fused = fused and state.scale_at_hand != 1.0
         verdict = unscale(state, optimizer, divide=False) if fused else make_unscaled(state, optimizer)
         if verdict is None and record.evidence is not None:
-            return _take_on_device(state, optimizer, record, 1.0)
+            return _take_on_device(state, optimizer, record, 1.0, before)
         if verdict is not None and verdict.fit:
             if fused:
                 _divide_and_step(state, optimizer, record, torch.zeros((), device=gradients(optimizer)[0].device), state.scale_at_hand)
@@ -99,13 +99,14 @@ def no_gradients(state: StepState, optimizer: Optimizer) -> StepResult:
     return StepResult(False, "no-gradients", scale=scale, next_scale=scale, loss_tensor=state.loss, detail=detail)
 
 
-def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scale: float) -> StepResult:
+def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scale: float, before: Before | None) -> StepResult:
     """Let the device decide. The result is found out when somebody asks, and at the next loss at the latest."""
     evidence = record.evidence
     assert evidence is not None
     bad, reading, name = evidence.bad, Reading(evidence.values), state.namer(optimizer)
     _divide_and_step(state, optimizer, record, bad, scale)
     signs = Reading(torch.stack(record.signs).any().float().reshape(1)) if record.signs else None
+    share = before.share() if before is not None else None  # who asked for it waits
     told = Record(clipped=record.clipped, loss=state.loss_of(optimizer))
     made_under, hopeless = state.scale_at_hand, state.hopeless
 
@@ -113,6 +114,7 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
         verdict = decide(evidence, reading.numbers(), name)
         if hopeless and not verdict.fit:
             verdict = verdict.not_the_scale()
+        told.stalled = share if verdict.fit else None
         told.clipped = told.clipped or (signs is not None and verdict.fit and bool(signs.numbers()[0]))
         result = _result(state, verdict, told, made_under, heard=False)
         if state.scaling.active:

@@ -139,3 +139,16 @@ def test_an_error_of_the_step_is_the_steps() -> None:
     p = nn.Parameter(torch.ones(3))
     with pytest.raises(ConfigError, match="no effect"):
         stepped(p, AdamW([p], weights="split"), off(), stalled=True)
+
+
+@pytest.mark.parametrize(("lr", "share"), [(1e-2, 0.0), (1e-12, 1.0)])
+def test_it_is_measured_too_where_the_verdict_is_read_later(lr: float, share: float) -> None:
+    p = nn.Parameter(torch.ones(64))
+    optimizer, scaler = torch.optim.AdamW([p], lr=lr, weight_decay=0.0, fused=True), GradScaler(deferred=True)
+    for factor in (1.0, 1.0, math.inf):  # the first step makes the states, and is judged at once
+        scaler.scale((p * factor).sum()).backward()
+        result = scaler.step(optimizer, stalled=True)
+        scaler.update()
+        optimizer.zero_grad()
+        assert result.stalled == (share if result else None)
+    assert not result
