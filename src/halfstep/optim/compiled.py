@@ -52,7 +52,8 @@ class Work:
 
     def formats(self) -> tuple[Any, ...]:
         """The rest of what they are made of."""
-        return self.p.dtype, self.p.shape, self.state["exp_avg"].dtype, self.state["exp_avg_sq"].dtype
+        first, second = self.state["exp_avg"], self.state["exp_avg_sq"]
+        return self.p.dtype, self.p.shape, self.p.stride(), first.dtype, first.stride(), second.dtype, second.stride()
 
 
 class CompiledAdamW:
@@ -60,6 +61,7 @@ class CompiledAdamW:
 
     def __init__(self) -> None:
         self._plan: Any = None
+        self._seed = 0  # that the plan was made with
         self._made_of: dict[int, tuple[Any, ...]] = {}  # by number of the parameter; the plan's own references keep addresses from being used again
 
     def __deepcopy__(self, memo: Any) -> CompiledAdamW:
@@ -87,8 +89,9 @@ class CompiledAdamW:
             taken.append(w)
         if not taken:
             return left
-        if not same or made_of.keys() != self._made_of.keys() or self._plan is None:
-            self._plan, self._made_of = kernels.Plan([_item(kernels, w) for w in taken], seed), made_of
+        if not same or made_of.keys() != self._made_of.keys() or self._plan is None or seed != self._seed:
+            self._seed, self._made_of = seed, made_of
+            self._plan = kernels.Plan([_item(kernels, w) for w in taken], seed)
         gradients = [g if g.is_contiguous() else g.contiguous() for g in (w.gradient for w in taken)]
         self._plan.run(gradients, _settings(kernels, taken), factor, step)
         increment_version([w.p for w in taken])

@@ -117,3 +117,34 @@ def test_fresh_masters_are_announced_once(caplog: pytest.LogCaptureFixture) -> N
             p.grad = torch.ones(3).bfloat16()
             optimizer.step()
     assert [r.message for r in caplog.records if "master" in r.message] == ["1 16-bit parameters had no master weights and get split ones"]
+
+
+def test_a_weight_turned_in_its_own_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transpose of a square weight has the same address and shape, and another order."""
+    results = []
+    for switch in ("on", "off"):
+        monkeypatch.setenv("HALFSTEP_KERNELS", switch)
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(16, 16))
+        optimizer = AdamW([p], lr=1e-2)
+        for step in range(4):
+            if step == 2:
+                p.data = p.data.t()
+            p.grad = torch.randn(16, 16)
+            optimizer.step()
+        results.append(p.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_another_seed_gives_other_noise_in_the_same_memory() -> None:
+    results = []
+    for seeds in ((1, 1), (1, 2), (1, 2)):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.ones(4096).bfloat16())
+        optimizer = AdamW([p], lr=1e-3, weights="stochastic")
+        for optimizer.seed in seeds:
+            p.grad = torch.ones(4096).bfloat16()
+            optimizer.step()
+        results.append(p.detach().clone())
+    assert not torch.equal(results[0], results[1])
+    assert torch.equal(results[1], results[2])
