@@ -27,7 +27,8 @@ check:
 
 nightly: $(VENV)/.test
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --whole -m "not slow"
+	$(BIN)/python -m pytest --whole -m slow
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit("halfstep needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'

@@ -42,7 +42,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("strategy", ["follow", "stock"])
+@pytest.mark.parametrize("strategy", ["follow", pytest.param("stock", marks=pytest.mark.slow)])
 def test_two_ranks_step_together_and_keep_one_scale(strategy: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

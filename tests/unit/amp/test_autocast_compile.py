@@ -82,7 +82,7 @@ def ways(text: str, backend: str) -> Iterator[tuple[str, list[Tensor], list[Tens
 POLICIES = ["bf16-mixed", "fp16-mixed,output=compute,ops=device,fp32_ops=gelu"]
 
 
-@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("text", [POLICIES[0], pytest.param(POLICIES[1], marks=pytest.mark.slow)])
 def test_compiled_without_code_generation_the_bits_are_the_same(text: str) -> None:
     """One graph without a break. Where the block is around the compiled function, torch traces the backward pass under the same autocast as the
     forward pass (torch._functorch.config.backward_pass_autocast), so its products are 16-bit too: within some roundings.

@@ -57,6 +57,7 @@ def test_compiled_code_is_kept_where_the_environment_says(tmp_path: Path) -> Non
     assert "hits 1 misses 0" in run(MEASURE, NUMBA_CACHE_DIR=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", [True, False])
 def test_a_package_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path, home: bool) -> None:
     pytest.importorskip("numba", reason=NUMBA)
