@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: train test check nightly clean
+.PHONY: train test check nightly conformance clean
 
 train: $(VENV)/.train
 	$(BIN)/halfstep train $(ARGS)
@@ -30,6 +30,10 @@ nightly: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --whole -m "not slow"
 	$(BIN)/python -m pytest --whole -m slow
 
+# which library has which known fault of mixed precision right: runs all of them and writes docs/conformance.md
+conformance: $(VENV)/.conformance
+	cd tests && ../$(BIN)/python -m conformance --write ../docs/conformance.md
+
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit("halfstep needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +46,10 @@ $(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.train
+
+$(VENV)/.conformance: $(VENV)/.test
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev,conformance]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from halfstep import errors as errors
     from halfstep import optim as optim
     from halfstep.accelerator import Accelerator as Accelerator
+    from halfstep.diagnostics.scan import scan as scan
+    from halfstep.diagnostics.trace import trace as trace
     from halfstep.hardware import doctor as doctor
     from halfstep.optim import ema as ema
     from halfstep.policy import Policy as Policy
     from halfstep.step import StepResult as StepResult
+    from halfstep.tracing import Finding as Finding
+    from halfstep.tracing import Trace as Trace
     from halfstep.trainer import EvalPrediction as EvalPrediction
     from halfstep.trainer import Trainer as Trainer
     from halfstep.trainer import TrainerCallback as TrainerCallback
@@ -36,6 +40,10 @@ _WHERE = {
     "TrainerControl": "halfstep.trainer",
     "TrainerState": "halfstep.trainer",
     "TrainingArguments": "halfstep.trainer",
+    "Finding": "halfstep.tracing",
+    "Trace": "halfstep.tracing",
+    "scan": "halfstep.diagnostics",
+    "trace": "halfstep.diagnostics",
     "amp": "",
     "doctor": "halfstep.hardware",
     "ema": "halfstep.optim",

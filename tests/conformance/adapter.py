@@ -46,6 +46,16 @@ class Run(Protocol):
         """Step every optimizer, let scale and schedule follow, clear the gradients. Returns what the caller is told of each (None: nothing)."""
 
 
+class Average(Protocol):
+    """A running average of a model's weights."""
+
+    def update(self) -> Any:
+        """Take the weights as they are now into the average."""
+
+    def applied(self) -> AbstractContextManager[Any]:
+        """A block in which the model has the averages for its weights."""
+
+
 class Library(Protocol):
     """One library through one of its doors. A method raises NotOffered where the library has nothing of the kind."""
 
@@ -90,6 +100,39 @@ class Library(Protocol):
 
     def trainer(self, model: nn.Module, rows: Sequence[dict[str, Any]], folder: str, **arguments: Any) -> Any:
         """An object with the Trainer's methods, its arguments under the names that transformers has."""
+
+    def trace(self, model: nn.Module | None = None, batch: Any = None, **how: Any) -> str:
+        """The library's own diagnosis of a failing batch, in one call, as text. how: as for halfstep.trace (call, loss, precision, optimizer)."""
+
+    def cast_model(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """A model whose weights are all of this 16-bit dtype and can be trained; `model` itself where it is changed in place."""
+
+    def ema(self, model: nn.Module, decay: float) -> Average:
+        """A running average of the weights."""
+
+    def mean_of(self, values: Iterable[Tensor]) -> float:
+        """The mean of losses as the library reports it, or as its manual has the loop add them up."""
+
+    def save(self, folder: str, model: nn.Module, optimizer: Optimizer, scaler: Any = None) -> None:
+        """Write a run that was built by `cast_model`, `masters` and `scaler` (or by nothing) into a folder."""
+
+    def load(self, folder: str, model: nn.Module, optimizer: Optimizer, scaler: Any = None) -> None:
+        """Read what `save` wrote into a run that was built in the same way."""
+
+    def export(self, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A 16-bit copy of the weights for a file, while the model is being trained."""
+
+    def hold(self, model: nn.Module, dtype: torch.dtype, names: str) -> nn.Module:
+        """The model under mixed precision with the modules of pattern `names` in fp32, by a setting and without an edit of the model."""
+
+    def lean(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """The model under mixed precision in the least memory that still gives the numbers of autocast."""
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """The tensor as it goes to numpy, to a logger or into a file of numbers."""
+
+    def reset(self) -> None:
+        """Undo what the library leaves behind in the process; called after every record."""
 
     def refusal(self, error: BaseException) -> Refusal | None:
         """What an error tells the user to do; None when it is not meant for users."""
@@ -151,6 +194,8 @@ def carry_out(record: Record, library: Library, quiet: bool = False) -> Outcome:
             raise
         except Exception as error:  # noqa: BLE001  whatever a library raises is its answer
             return _of_error(record, library, error)
+        finally:
+            library.reset()
     return Outcome("right" if record.check(value) else "wrong", repr(value))
 
 

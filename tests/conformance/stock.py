@@ -6,48 +6,42 @@ The first shows that a record's check can fail; the second does it for records t
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from conformance.adapter import Door, Library, NotOffered, Refusal, Run
+from conformance.adapter import Average, Door, NotOffered, Refusal, Run
+from conformance.loops import LoopRun
 from conformance.tools import F16
 
 
-class LoopRun:
-    """The loop of the manual through the first door: autocast, scale, clip, step, update, schedule."""
+class SwaAverage:
+    """torch's average of weights, with a block around it as its manual swaps it in."""
 
-    def __init__(self, library: Library, model: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any, dtype: torch.dtype) -> None:
-        self.library, self.model, self.optimizers, self.dtype = library, model, list(optimizers), dtype
-        self.scaler = library.scaler(1024.0, enabled=dtype is F16)
-        library.watch(self.scaler, model, *optimizers)
-        self.scheduler = None if scheduler is None else library.follow(self.scaler, scheduler)
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = model
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        narrow = self.dtype is not torch.float32
-        with self.library.autocast(self.dtype if narrow else None, enabled=narrow):
-            return self.model(*inputs)  # type: ignore[no-any-return]
+    def update(self) -> None:
+        self.average.update_parameters(self.model)
 
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
-    def clip(self, max_norm: float) -> float:
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
-
-    def step(self) -> list[bool | None]:
-        said = [self.library.told(self.scaler.step(o)) for o in self.optimizers]
-        self.scaler.update()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        return said
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        kept = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(self.average.module.state_dict())
+        try:
+            yield self.model
+        finally:
+            self.model.load_state_dict(kept)
 
 
 class Stock:
@@ -102,12 +96,68 @@ class Stock:
     def trainer(self, model: nn.Module, rows: Sequence[dict[str, Any]], folder: str, **arguments: Any) -> Any:
         from transformers import Trainer, TrainingArguments
 
+        _set_imports_apart()
         # a pin_memory warning of the loader on machines without an accelerator is not the matter
         args = TrainingArguments(folder, use_cpu=True, disable_tqdm=True, report_to=[], save_strategy="no", dataloader_pin_memory=False, **arguments)
         return Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
 
+    def trace(self, model: nn.Module | None = None, batch: Any = None, **how: Any) -> str:
+        raise NotOffered("torch has no diagnosis of a batch in one call")
+
+    def cast_model(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        return model.to(dtype)
+
+    def ema(self, model: nn.Module, decay: float) -> Average:
+        return SwaAverage(model, decay)
+
+    def mean_of(self, values: Iterable[Tensor]) -> float:
+        total: Any = 0.0
+        count = 0
+        for value in values:
+            total += value.detach()
+            count += 1
+        return float(total) / count
+
+    def save(self, folder: str, model: nn.Module, optimizer: Optimizer, scaler: Any = None) -> None:
+        parts = [model.state_dict(), optimizer.state_dict(), None if scaler is None else scaler.state_dict()]
+        torch.save(parts, Path(folder) / "run.pt")
+
+    def load(self, folder: str, model: nn.Module, optimizer: Optimizer, scaler: Any = None) -> None:
+        weights, states, scale = torch.load(Path(folder) / "run.pt", weights_only=True)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        if scaler is not None:
+            scaler.load_state_dict(scale)
+
+    def export(self, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        state = {name: value.clone() for name, value in model.to(dtype).state_dict().items()}  # what scripts write: model.half().state_dict()
+        model.float()
+        return state
+
+    def hold(self, model: nn.Module, dtype: torch.dtype, names: str) -> nn.Module:
+        raise NotOffered("torch has no setting that holds a module in fp32")
+
+    def lean(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        raise NotOffered("torch keeps fp32 weights and their casts")
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reset(self) -> None:
+        """Accelerate keeps the precision of its first accelerator for the process."""
+        state = sys.modules.get("accelerate.state")
+        if state is not None:
+            state.AcceleratorState._reset_state(reset_partial_state=True)
+
     def refusal(self, error: BaseException) -> Refusal | None:
         return None
+
+
+@functools.cache
+def _set_imports_apart() -> None:
+    """transformers.Trainer collects garbage at the end of every run, which takes half a second over all that was imported: leave that out of it."""
+    gc.collect()
+    gc.freeze()
 
 
 class _CarelessScaler:

@@ -1,44 +1,16 @@
 """Every record: halfstep has it right through each of its doors, and a control shows that the check can fail."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance import (
-    bindings,
-    buffers,
-    calibration,
-    calls,
-    casts,
-    closures,
-    doors,
-    following,
-    habits,
-    islands,
-    legitimate,
-    losses,
-    narrow,
-    orders,
-    replays,
-    scaling,
-    settings,
-    several,
-    transforms,
-    windows,
-)
 from conformance.adapter import Record, carry_out
-from conformance.ledger import CASES, LEDGER
+from conformance.ledger import CASES, KINDS, LEDGER
 from conformance.ours import Halfstep
+from conformance.registry import RECORDS
 from conformance.stock import Careless, Stock
-
-MODULES = (
-    *(scaling, calibration, replays, losses),
-    *(orders, calls, legitimate, habits, several, windows, closures, following),
-    *(buffers, settings),
-    *(casts, islands, bindings, transforms),
-    *(doors, narrow),
-)
-RECORDS = [record for module in MODULES for record in module.RECORDS]
+from conformance.table import strategies
 
 
 def _ours() -> list[Any]:
@@ -46,8 +18,7 @@ def _ours() -> list[Any]:
     cases = []
     for record in RECORDS:
         for door in record.doors:
-            both = door == "loop" and record.kind in "DEF" and not record.calibrated
-            for strategy in ("follow", "stock") if both else ("follow",):
+            for strategy in strategies(record, door):
                 waits = record.pending and record.pending_under in ("", strategy)
                 marks = [pytest.mark.xfail(strict=True, reason=record.pending)] if waits else []
                 cases.append(pytest.param(record, Halfstep(door, strategy), id=f"{record.name}-{door}-{strategy}", marks=marks))
@@ -82,3 +53,14 @@ def test_every_fault_of_the_ledger_has_a_record() -> None:
 def test_names_are_told_apart() -> None:
     names = [record.name for record in RECORDS]
     assert len(set(names)) == len(names)
+
+
+def test_every_kind_has_records() -> None:
+    assert {record.kind for record in RECORDS} == KINDS.keys()
+
+
+def test_the_page_has_every_record() -> None:
+    """`make conformance` writes it anew."""
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
+    written = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")}
+    assert not {record.name for record in RECORDS} - written

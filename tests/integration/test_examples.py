@@ -57,7 +57,7 @@ def test_a_script_learns_the_task(script: str, capsys: pytest.CaptureFixture[str
     assert 100 < applied_steps(capsys.readouterr().out) <= 126
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in sorted(EXAMPLES.glob("*.py")) if p.stem != "overflow"], ids=lambda path: path.stem)
 def test_a_script_is_short_and_names_halfstep_only_where_it_is_imported(path: Path) -> None:
     lines = path.read_text().splitlines()
     mentions = [line for line in lines if "halfstep" in line.lower()]

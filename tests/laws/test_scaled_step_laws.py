@@ -210,7 +210,7 @@ def test_a_run_of_bad_steps_ends_at_the_patience_with_good_weights(use: str) -> 
     assert (caught.value.result.applied, caught.value.result.reason) == (False, "overflow")
     for words in ("50 steps in a row", "overflow", "0.weight", "None of them changed the weights"):
         assert words in caught.value.cause
-    for words in ("data", "learning rate", "patience of 50", "patience=", "max_bad_steps="):
+    for words in ("halfstep.trace", "learning rate", "patience of 50", "patience=", "max_bad_steps="):
         assert words in caught.value.remedy
 
 

@@ -12,7 +12,7 @@ import halfstep
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [path for path in GUIDES if path.name != "README.md"]
+PAGES = [path for path in GUIDES if path.name not in ("README.md", "nan.md")]  # the pages on formats and methods
 HEADINGS = ["What it is", "Bytes", "The algorithm in ten lines", "Limits", "Source"]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *GUIDES]
 

@@ -14,8 +14,10 @@ import halfstep
 NAMES = [
     "Accelerator",
     "EvalPrediction",
+    "Finding",
     "Policy",
     "StepResult",
+    "Trace",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",
@@ -27,6 +29,8 @@ NAMES = [
     "ema",
     "errors",
     "optim",
+    "scan",
+    "trace",
 ]
 AMP_NAMES = {"autocast", "GradScaler"}
 HEAVY = (

@@ -19,13 +19,13 @@ from halfstep import checkpoint
 from halfstep.accelerator import replay
 from halfstep.accelerator.facts import Signature, model_facts, refuse_changed, refuse_orphans
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
-from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, refuse_state
+from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, pin_as_saved, refuse_state
 from halfstep.amp import Binding, GradScaler, backward_context, bind, bound_policy, convert, forward_context, layout, model_state
 from halfstep.errors import ConfigError, StepOrderError, refuse_unknown
 from halfstep.hardware import default_device, probe, processes
 from halfstep.optim import with_masters
 from halfstep.policy import Policy, Resolution, from_flags, resolve
-from halfstep.step import Agree, Follower, OnOverflow, StepResult
+from halfstep.step import Agree, Follower, Heal, OnOverflow, StepResult
 
 logger = logging.getLogger("halfstep")
 
@@ -39,6 +39,8 @@ class Accelerator:
     gradient_accumulation_steps: micro-batches per optimizer step, for `accumulate` and for the division in `backward`.
     on_overflow: "skip" a step whose gradients overflow; "replay" its backward passes at lower loss scales (the activations of a step
         are kept until it is taken); "raise" StepRefusedError.
+    heal: what becomes of a module whose outputs do not fit 16 bits (the step is refused and the result names it): "skip" goes on; "pin" holds it in
+        fp32 from the next forward pass on (`halfstep.amp.pins(model)` tells which; checkpoints keep it); "raise" StepRefusedError.
     patience: bad steps of an optimizer in a row before `DivergedError`.
     agree: gets a small fp32 tensor and returns its maximum over all ranks.
 
@@ -57,6 +59,7 @@ class Accelerator:
         cpu: bool = False,
         gradient_accumulation_steps: int = 1,
         on_overflow: OnOverflow = "skip",
+        heal: Heal = "skip",
         patience: int = 50,
         agree: Agree | None = None,
         **unknown: Any,
@@ -74,7 +77,7 @@ class Accelerator:
         self.resolution: Resolution = resolve(from_flags(precision=precision, mixed_precision=mixed_precision), probe(self.device))
         self.policy = self.resolution.policy
         self.gradient_accumulation_steps = self._window = gradient_accumulation_steps
-        self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience, on_overflow=on_overflow, agree=agree)
+        self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience, on_overflow=on_overflow, heal=heal, agree=agree)
         self.scaler.run_backward_inside(functools.partial(backward_context, self.policy, self.device))
         self.sync_gradients = True
         self.last_step: StepResult | None = None
@@ -239,16 +242,25 @@ class Accelerator:
         return self.scaler.applied_steps(optimizer)
 
     def run_step(
-        self, optimizer: PreparedOptimizer, compute: Callable[[], object], *, max_norm: float | None = None, stalled: bool = False
+        self,
+        optimizer: PreparedOptimizer,
+        compute: Callable[[], object],
+        *,
+        max_norm: float | None = None,
+        stalled: bool = False,
+        on_overflow: bool = True,
     ) -> StepResult:
         """Call `compute()`, which makes the gradients of one step, then `optimizer.step()`; after an overflow run both again at a lower loss scale.
+
+        With heal="pin" also after a forward pass that overflowed, with the modules to blame held in fp32.
 
         compute: the forward and backward passes (`backward`) of all micro-batches, and clipping. Before it runs again, random states and the
         buffers of prepared models are put back and gradients cleared, so that the step is the one that the lower scale would have given.
         Nothing is kept in memory for this but the random states. The result's `replays` counts. max_norm, stalled: as in `optimizer.step`.
+        on_overflow: False runs them again for pinned modules only.
         """
         step = functools.partial(optimizer.step, max_norm=max_norm, stalled=stalled)
-        self.last_step = replay.run(compute, step, optimizer.zero_grad, self.scaler)
+        self.last_step = replay.run(compute, step, optimizer.zero_grad, self.scaler, on_overflow)
         return self.last_step
 
     def take_step(
@@ -321,7 +333,8 @@ class Accelerator:
         self.scaler.get_scale()  # learns the verdicts that are still on the device: states follow them
         items = self._parts()
         parts = {name: item.state_dict() for name, item in items.items()} | {
-            "scaler": {"bad_steps": self.scaler.bad_steps} | self.scaler.state_dict(),
+            "scaler": {"bad_steps": self.scaler.bad_steps, "steps": self.scaler.steps} | self.scaler.state_dict(),
+            "watch": self.scaler.watch_state([o.optimizer for o in self._optimizers]),
             "random": checkpoint.capture(),
         }
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
@@ -329,7 +342,9 @@ class Accelerator:
         masters = masters_beside(models, self._optimizers)
         own["models"] = {name: facts_to_export(name, item, self._optimizers, masters) for name, item in models.items()}
         parts |= {"masters": masters} if masters else {}
-        return checkpoint.save(output_dir, parts, dict(about or {}) | own)
+        folder = checkpoint.save(output_dir, parts, dict(about or {}) | own)
+        self.scaler.note_checkpoint(str(folder))
+        return folder
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights of a prepared model for use elsewhere: each in the dtype that it was loaded in, rounded from its fp32 master."""
@@ -353,15 +368,20 @@ class Accelerator:
         refuse_state(loaded, parts, self.policy)
         for name, item in parts.items():
             if isinstance(item, nn.Module):
-                self._lay_out(item, loaded.about.get("models", {}).get(name, {}).get("layout"))
+                about = loaded.about.get("models", {}).get(name, {})
+                self._lay_out(item, about.get("layout"))
+                pin_as_saved(item, about.get("pins", []))
             item.load_state_dict(loaded.parts[name])
             if isinstance(item, nn.Module):
                 adopt_all(item, loaded.parts.get("masters", {}).get(name, {}))
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(loaded.parts["scaler"])
-        self.scaler.bad_steps = int(loaded.parts["scaler"]["bad_steps"])
+        self.scaler.bad_steps, self.scaler.steps = (int(loaded.parts["scaler"].get(name, 0)) for name in ("bad_steps", "steps"))
+        if "watch" in loaded.parts:
+            self.scaler.load_watch_state(loaded.parts["watch"], [o.optimizer for o in self._optimizers])
         self._micro_batches = 0
         checkpoint.restore(loaded.parts["random"])
+        self.scaler.note_checkpoint(str(input_dir))
 
     def _lay_out(self, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
         """Before a state is loaded: the weights that were 16-bit in the run that saved it are so here too, whatever the first batch would show."""

@@ -24,12 +24,22 @@ def model_facts(model: nn.Module) -> ModelFacts:
     return ModelFacts(tuple((name, FORMATS.get(loaded.get(name, p.dtype), "other")) for name, p in model.named_parameters() if p.requires_grad))
 
 
+def _fits_16_bits(p: torch.Tensor, most: int = 4096) -> bool:
+    """Whether the values of a tensor, 4096 of them at most, are numbers of fp16 or of bf16. Constant ones tell nothing and count as such."""
+    if p.device.type == "meta" or torch.nn.parameter.is_lazy(p):
+        return True
+    values = p.detach().reshape(-1)[:most]
+    return any(torch.equal(values.to(dtype).float(), values) for dtype in (torch.float16, torch.bfloat16))
+
+
 class Signature:
     """What the parameters of a model were when it was prepared: format and device of each, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parts = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
         self.known = {id(p): ref(p) for p in model.parameters()}  # weakly: an address may be used again
+        self.places = {name: p.data_ptr() for name, p in model.named_parameters() if p.dtype == torch.float32}
+        self.sixteen = {name: _fits_16_bits(p) for name, p in model.named_parameters() if name in self.places}  # as they were loaded
 
 
 def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> None:
@@ -54,6 +64,14 @@ def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[
                 "Leave the dtypes to the precision, and prepare the model anew after such a cast; for a copy in another dtype use "
                 "copy.deepcopy(accelerator.unwrap_model(model)).",
             )
+        if p.dtype == torch.float32 and signature.places.get(name) != p.data_ptr():  # its memory is another, as after any cast
+            signature.places[name] = p.data_ptr()
+            if not signature.sixteen.get(name, True) and _fits_16_bits(p):
+                raise ConfigError(
+                    f"all values of weight {name} have been rounded to 16 bits since the last step: the model was cast there and back (model.half())",
+                    "Load the last checkpoint. For a copy in 16 bits use accelerator.get_state_dict(model), or "
+                    "copy.deepcopy(accelerator.unwrap_model(model)).half().",
+                )
         if before[1] != p.device:
             raise ConfigError(f"{name} was on {before[1]} when the model was prepared and is on {p.device} now", "Move the model before prepare().")
 

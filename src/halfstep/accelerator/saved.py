@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep.amp import layout
+from halfstep.amp import layout, pin, pins, unpin
 from halfstep.checkpoint import Loaded
 from halfstep.errors import CheckpointError
 from halfstep.optim import adopt, master_of, saved_master
@@ -45,15 +46,25 @@ def adopt_all(model: nn.Module, masters: Mapping[str, Any]) -> None:
         adopt(named[name], saved)
 
 
+def pin_as_saved(model: nn.Module, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Hold those modules in fp32 that the run which saved the model held so, and no others."""
+    wanted = {one["module"]: one for one in saved}
+    unpin(model, [p.module for p in pins(model) if p.module not in wanted])
+    held = {p.module for p in pins(model)}
+    for name, one in wanted.items():
+        if name not in held:
+            pin(model, name, one["why"], one["step"])
+
+
 def facts_to_export(part: str, model: nn.Module, optimizers: Sequence[Any], beside: Mapping[str, Any]) -> dict[str, Any]:
     """What a reader of a checkpoint needs to put a model's weights together.
 
-    Which are 16-bit and the dtype each was loaded in, where the master of each is, and the model's configuration.
+    Which are 16-bit and the dtype each was loaded in, where the master of each is, the model's configuration, and the modules pinned to fp32.
     """
     places = {name: ["masters", part, name] for name in beside.get(part, {})} | _places(model, optimizers)
     config: Any = getattr(model, "config", None)
     text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
-    return {"layout": layout(model), "masters": places, "config": text}
+    return {"layout": layout(model), "masters": places, "config": text, "pins": [asdict(p) for p in pins(model)]}
 
 
 def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
@@ -78,8 +89,8 @@ def refuse_state(loaded: Loaded, parts: Mapping[str, Any], policy: Policy) -> No
             f"{where} was made under precision {saved}, and this run has {policy}",
             "Resume with the same precision; to change it, start a new run from the weights in model.safetensors.",
         )
-    own = {"scaler", "random", "masters"}
-    if missing := ", ".join(sorted(own - {"masters"} - set(loaded.parts))):
+    own = {"scaler", "random", "masters", "watch"}
+    if missing := ", ".join(sorted(own - {"masters", "watch"} - set(loaded.parts))):
         raise CheckpointError(f"{where} lacks {missing}: it was not written by save_state", "Name a folder that save_state wrote.")
     if set(parts) != set(loaded.parts) - own:
         raise CheckpointError(

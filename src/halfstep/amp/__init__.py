@@ -13,3 +13,8 @@ from halfstep.amp.lean import convert as convert
 from halfstep.amp.lean import is_kept as is_kept
 from halfstep.amp.lean import layout as layout
 from halfstep.amp.lean import model_state as model_state
+from halfstep.amp.pins import Pin as Pin
+from halfstep.amp.pins import Pinned as Pinned
+from halfstep.amp.pins import pin as pin
+from halfstep.amp.pins import pins as pins
+from halfstep.amp.pins import unpin as unpin

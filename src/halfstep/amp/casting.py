@@ -24,6 +24,7 @@ from halfstep.errors import ConfigError
 from halfstep.policy import Policy, select
 
 _CAST = (torch.float32, *HALF)
+PINS = "halfstep_pins"  # the attribute of a module that has pinned parts: a dict of handles by name
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,10 @@ class Binding:
     def remove(self) -> None:
         """Give the module and its parts the forward methods back that they had; a part that was bound anew since then keeps its own.
 
-        Weights and buffers that the policy holds in 16 bits become fp32, each exactly its master.
+        Weights and buffers that the policy holds in 16 bits become fp32, each exactly its master. Pins are removed first.
         """
+        for pinned in reversed(list(self.module.__dict__.get(PINS, {}).values())):
+            pinned.remove()
         undo(self.module)
         for name, ours, before in self.changed:
             part = self.module.get_submodule(name)
@@ -70,6 +73,11 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
     Raises PolicyError when `*-lean` finds nothing to keep in 16 bits (at the first call); ConfigError for a pattern that matches no module, or
     one that torch never calls, for a name of an op that is none, and for a module that is bound.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"a {type(module).__name__} has no forward method in Python that a policy could be bound to",
+            "Prepare the module that it was traced or scripted from, and use torch.compile for speed.",
+        )
     already = bound_policy(module)
     if already is not None:
         raise ConfigError(f"this {type(module).__name__} is already bound to {already}", "Call remove() on that binding first, or bind a copy.")
@@ -85,6 +93,9 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
                 f"fp32={name} has no effect: nn.MultiheadAttention reads its weights and never calls it", "Name the attention module itself."
             )
     check_lists(policy.fp32_ops, policy.half_ops)
+    pinned = list(module.__dict__.get(PINS, {}).values())
+    for handle in reversed(pinned):
+        handle.remove()
     apart = tuple(own)
     made = prepare(module, policy, device, held, apart)
     care: Care = "tables" if policy.whole or (policy.is_mixed and policy.weights == "plain") else "masters" if made is not None else "none"
@@ -94,16 +105,18 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
         if name and (not _binds(part) or any(f"{name}.".startswith(f"{o}.") for o in own) or not (block.acts or device.type != "cpu")):
             continue
         if not name:
-            function = _under(_function(part), block)
+            function = _under(inner_function(part), block)
             function.halfstep_policy = policy  # type: ignore[attr-defined]  # read by bound_policy
         elif name in held:
-            function = _held(_function(part), block)
+            function = in_island(inner_function(part), block)
         else:
             narrow = policy.whole and any(p is not None and p.dtype == policy.dtype for p in part._parameters.values())
-            function = _part(_function(part), block, any(name.startswith(f"{outer}.") for outer in held), narrow)
+            function = _part(inner_function(part), block, any(name.startswith(f"{outer}.") for outer in held), narrow)
         before = part.__dict__.get("forward")
         part.forward = MethodType(function, part)
         changed.append((name, part.__dict__["forward"], before))
+    for handle in pinned:  # what was held in fp32 before stays so
+        handle.again()
     return Binding(module, held, tuple(changed))
 
 
@@ -132,8 +145,11 @@ def _binds(part: nn.Module) -> bool:
     return called and not isinstance(part, torch.jit.ScriptModule)
 
 
-def _function(module: nn.Module) -> Callable[..., Any]:
-    """The forward method of a module as a function of (module, ...), so that it can be bound anew and survive a deepcopy."""
+def inner_function(module: nn.Module) -> Callable[..., Any]:
+    """The forward method of a module, before it was bound as a part of another, as a function of (module, ...).
+
+    So that it can be bound anew and survive a deepcopy.
+    """
     forward: Any = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
         within: Callable[..., Any] | None = getattr(forward.__func__, "halfstep_part_of", None)
@@ -181,7 +197,8 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             outputs = forward(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 
-    run.halfstep_under = forward  # type: ignore[attr-defined]  # read by discovery.forward_of
+    run.halfstep_under = forward  # type: ignore[attr-defined]  # read by discovery.forward_of, and by pins
+    run.halfstep_block = block  # type: ignore[attr-defined]
     return run
 
 
@@ -204,12 +221,13 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
             outputs = forward(self, *args, **kwargs)
         return outputs if policy.output == "compute" or _computed_again() else upcast(outputs)
 
-    run.halfstep_part_of = forward  # type: ignore[attr-defined]  # read by _function: binding it anew binds what it had
+    run.halfstep_part_of = forward  # type: ignore[attr-defined]  # read by inner_function: binding it anew binds what it had
+    run.halfstep_block = block  # type: ignore[attr-defined]  # read by pins
     return run
 
 
-def _held(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
-    """The forward method of a module held in fp32."""
+def in_island(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
+    """The forward method of a module held in fp32: under the policy of its model, with autocast off and inputs cast up."""
     policy, device, care, joins = block.policy, block.device, block.care, block.joins
 
     @functools.wraps(forward)
@@ -221,6 +239,7 @@ def _held(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             return forward(self, *upcast(args), **upcast(kwargs))
 
     run.halfstep_part_of = forward  # type: ignore[attr-defined]
+    run.halfstep_block = block  # type: ignore[attr-defined]
     return run
 
 

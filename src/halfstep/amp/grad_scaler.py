@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
@@ -14,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import CheckpointError, ConfigError, suggest
+from halfstep.amp.healing import Healer
+from halfstep.amp.sampling import Sampler
+from halfstep.amp.scaler_state import load_into, state_of
+from halfstep.amp.statistics import count_once
+from halfstep.errors import ConfigError, suggest
 from halfstep.hardware import parse_device
 from halfstep.policy import LARGEST_SCALE, LossScale, power_of_two
 from halfstep.step import (
@@ -22,6 +25,7 @@ from halfstep.step import (
     DynamicScaling,
     Follower,
     FollowingScaling,
+    Heal,
     NoScaling,
     OnOverflow,
     StepEngine,
@@ -37,6 +41,7 @@ Outputs = TypeVar("Outputs")
 
 STRATEGIES = {"follow": FollowingScaling, "stock": DynamicScaling}
 ON_OVERFLOW = ("skip", "replay", "raise")
+HEAL = ("skip", "pin", "raise")
 
 
 class GradScaler:
@@ -54,6 +59,8 @@ class GradScaler:
     - the scale is a power of two and stays in [`floor`, `ceiling`]; a non-finite loss does not lower it.
     - `on_overflow`: "skip" the step; "replay" its backward passes at lower scales until the gradients are fit (the graphs of a
       step are kept until it is taken: the memory of its saved activations); or "raise" `StepRefusedError`.
+    - a module of a watched model whose outputs do not fit 16 bits is named (`watch`), and the step refused; `heal="pin"` holds it in fp32 from the
+      next forward pass on, `heal="raise"` raises `StepRefusedError` for any bad forward pass.
     - after `patience` bad steps of an optimizer in a row `step` raises `DivergedError`.
     - gradients that are changed or stepped with while still scaled are refused at that line.
     - `agree`: a function that gets a small fp32 tensor and returns its maximum over all ranks, so that they skip together.
@@ -76,6 +83,7 @@ class GradScaler:
         *,
         strategy: Literal["follow", "stock"] = "follow",
         on_overflow: OnOverflow = "skip",
+        heal: Heal = "skip",
         floor: float = 1.0,
         ceiling: float = LARGEST_SCALE,
         patience: int = 50,
@@ -83,19 +91,28 @@ class GradScaler:
         deferred: bool | None = None,
     ) -> None:
         self.device = device
-        for name, value, known in (("strategy", strategy, STRATEGIES), ("on_overflow", on_overflow, ON_OVERFLOW)):
+        for name, value, known in (("strategy", strategy, STRATEGIES), ("on_overflow", on_overflow, ON_OVERFLOW), ("heal", heal, HEAL)):
             if value not in known:
                 raise ConfigError(f"{name}={value!r} is not known", suggest(str(value), known))
         kind = STRATEGIES[strategy]
         scaling = kind(init_scale, growth_factor, backoff_factor, growth_interval, floor, ceiling) if enabled else NoScaling()
         self._engine = StepEngine(scaling, patience, on_overflow=on_overflow, agree=agree, deferred=deferred)
+        self._look_into(heal)
+
+    def _look_into(self, heal: Heal) -> None:
+        self._healer, self._sampler = Healer(), Sampler()
+        self._engine.state.watching.modules = self._sampler.sampled
+        self._sampler.number = functools.partial(_next_step, self._engine)
+        self._engine.state.heal, self._engine.state.explain = heal, self._healer.explain
 
     @classmethod
-    def from_policy(cls, scale: LossScale, *, patience: int = 50, on_overflow: OnOverflow = "skip", agree: Agree | None = None) -> GradScaler:
+    def from_policy(
+        cls, scale: LossScale, *, patience: int = 50, on_overflow: OnOverflow = "skip", heal: Heal = "skip", agree: Agree | None = None
+    ) -> GradScaler:
         """The scaler that a policy's loss scale describes: none, static or dynamic."""
         if scale.kind == "static" and on_overflow == "replay":
             raise ConfigError(f"on_overflow='replay' has no effect with scale={scale}, which is never lowered", "Use scale=dynamic, or 'skip'.")
-        scaler = cls(enabled=False, patience=patience, on_overflow=on_overflow, agree=agree)
+        scaler = cls(enabled=False, patience=patience, on_overflow=on_overflow, heal=heal, agree=agree)
         scaler._engine.scaling = scaling_for(scale)
         return scaler
 
@@ -104,12 +121,14 @@ class GradScaler:
         self._engine.settle()
         state = self._engine.state
         settings = {"on_overflow": state.on_overflow, "agree": state.agree, "deferred": state.deferred}
-        return {"device": self.device, "scaling": state.scaling, "patience": state.patience, "bad_steps": self.bad_steps, "settings": settings}
+        counts = {"patience": state.patience, "bad_steps": self.bad_steps, "heal": state.heal}
+        return {"device": self.device, "scaling": state.scaling, "settings": settings} | counts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.device = state["device"]
         self._engine = StepEngine(copy.copy(state["scaling"]), state["patience"], **state["settings"])
         self._engine.bad_steps = state["bad_steps"]
+        self._look_into(state.get("heal", "skip"))
 
     def scale(self, outputs: Outputs) -> Outputs:
         """A loss (or an iterable of losses) times the loss scale; call `.backward()` on the result.
@@ -119,6 +138,7 @@ class GradScaler:
         """
         if isinstance(outputs, Tensor):
             self._check_device(outputs)
+            self._healer.recall.begin()
             return cast(Outputs, self._engine.scale(outputs))
         if isinstance(outputs, Mapping | str) or not isinstance(outputs, Iterable):
             raise ConfigError(f"scale() was given a {type(outputs).__name__}", "Give it a loss tensor or a list of them, for example outputs.loss.")
@@ -148,7 +168,12 @@ class GradScaler:
         """
         if getattr(optimizer, "takes_steps_itself", False):
             raise ConfigError("this optimizer was prepared by an accelerator, which scales and unscales by itself", "Call optimizer.step().")
-        return self._engine.step(optimizer, closure, max_norm, stalled)
+        if closure is None:
+            self._healer.recall.spend(optimizer)
+        result = self._engine.step(optimizer, closure, max_norm, stalled)
+        if type(result) is StepResult and not result:
+            self._sampler.again()
+        return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale follow the steps since the last update, or set it to `new_scale` (a power of two)."""
@@ -184,9 +209,15 @@ class GradScaler:
 
         Of a module, the buffers that its forward pass changes (BatchNorm's running statistics) become part of the step: a step that
         is refused puts them back. Running statistics are also found without this, from the graph of the first losses, but a
-        first batch that is bad is then too early. Memory: a copy of the buffers that change.
+        first batch that is bad is then too early. Its forward passes of a step are remembered, so that the module to blame for a bad one is named:
+        they are run once more without a graph. Batch norms under activation checkpointing count each batch once.
+        Memory: a copy of the buffers that change, and the inputs of the forward passes of a step.
         """
         self._engine.know(item)
+        if isinstance(item, nn.Module):
+            count_once(item)
+            self._healer.watch(item)
+            self._sampler.watch(item)
 
     def follow(self, scheduler: Any, optimizer: Optimizer | None = None) -> Follower:
         """A scheduler in its place that holds still when its optimizer's step (that of `optimizer`, if given) was refused."""
@@ -201,9 +232,13 @@ class GradScaler:
         """Throw away the scaled gradients at hand, of all optimizers: they will be made again."""
         self._engine.discard()
 
-    def trying(self) -> AbstractContextManager[None]:
-        """A block whose steps will be computed again if they overflow: such a refusal is not counted and moves no scale."""
-        return self._engine.trying()
+    def trying(self, *reasons: Literal["overflow", "pin"]) -> AbstractContextManager[None]:
+        """A block whose steps will be computed again if they overflow, or if modules were pinned: a refusal is not counted and moves no scale."""
+        return self._engine.trying(*reasons)
+
+    def note_checkpoint(self, folder: str) -> None:
+        """Tell which checkpoint was written or loaded last: DivergedError names it."""
+        self._engine.state.checkpoint = folder
 
     def run_backward_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Open `context()` around the backward passes that the scaler runs itself, to calibrate or to replay."""
@@ -246,6 +281,24 @@ class GradScaler:
     def bad_steps(self, count: int) -> None:
         self._engine.bad_steps = count
 
+    def watch_state(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """What was measured last of how close the run is to its limits (`StepResult.watch`), as plain values for a checkpoint."""
+        return self._engine.state.watching.plain(optimizers)
+
+    def load_watch_state(self, saved: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Go on from `watch_state` of the same optimizers."""
+        self._engine.state.watching.take_over(saved, optimizers)
+
+    @property
+    def steps(self) -> int:
+        """Steps that moved the weights, of the optimizer with the most; those of the run that this one goes on from included."""
+        self._engine.settle()
+        return self._engine.steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._engine.steps = count
+
     def get_growth_factor(self) -> float:
         """What the scale is multiplied by after `growth_interval` good steps."""
         return self._dynamic().growth
@@ -272,24 +325,7 @@ class GradScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state under torch's keys, with what is ours beside them; empty when scaling is off."""
-        self._engine.settle()
-        scaling = self._engine.scaling
-        if not scaling.active:
-            return {}
-        state: dict[str, Any] = {"scale": scaling.scale, "bad_steps": self._engine.bad_steps}
-        if isinstance(scaling, DynamicScaling):
-            state |= {
-                "growth_factor": scaling.growth,
-                "backoff_factor": scaling.backoff,
-                "growth_interval": scaling.window,
-                "_growth_tracker": scaling.good,
-                "floor": scaling.floor,
-                "ceiling": scaling.ceiling,
-            }
-        if isinstance(scaling, FollowingScaling):
-            fallen = scaling.scale if scaling.upcoming is None else scaling.upcoming
-            state |= {"scale": fallen, "limit": scaling.limit, "peak": scaling.peak, "falls": scaling.falls, "calibrated": scaling.calibrated}
-        return state
+        return state_of(self._engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state from `state_dict()` or from `torch.amp.GradScaler`'s. Nothing is changed when it does not fit.
@@ -298,47 +334,7 @@ class GradScaler:
         a scaler, or with one that was off) is announced with a warning, and the next loss calibrates the scale.
         Raises CheckpointError for a state without a scale, or with one that no run can go on from.
         """
-        if not self.is_enabled():
-            return
-        if not state_dict and isinstance(self._engine.scaling, FollowingScaling):
-            warnings.warn(
-                f"the checkpoint holds no loss scale; the next loss calibrates it anew, from {self._engine.scaling.scale:g} on",
-                stacklevel=2,
-            )
-            self._engine.scaling.calibrated = False
-            return
-        if "scale" not in state_dict:
-            raise CheckpointError(
-                "the state holds no loss scale: it was saved without a scaler, or with one that was off",
-                "Leave load_state_dict out to start from init_scale, or save the state of an enabled scaler.",
-            )
-        scaling, scale = self._engine.scaling, float(state_dict["scale"])
-        if not scale > 0:
-            raise CheckpointError(f"the saved loss scale is {scale:g}: the run it comes from had failed", "Use an older checkpoint.")
-        if isinstance(scaling, DynamicScaling):
-            floor, ceiling = float(state_dict.get("floor", scaling.floor)), float(state_dict.get("ceiling", scaling.ceiling))
-            usable = _round_down(min(max(scale, floor), ceiling))
-            loaded = replace(
-                scaling,
-                scale=usable,
-                growth=float(state_dict.get("growth_factor", scaling.growth)),
-                backoff=float(state_dict.get("backoff_factor", scaling.backoff)),
-                window=int(state_dict.get("growth_interval", scaling.window)),
-                floor=floor,
-                ceiling=ceiling,
-                good=int(state_dict.get("_growth_tracker", 0)),
-            )
-            if isinstance(loaded, FollowingScaling):  # torch's state has none of these: its scale is taken as found
-                loaded.limit, loaded.peak = float(state_dict.get("limit", loaded.limit)), float(state_dict.get("peak", 0.0))
-                loaded.falls = int(state_dict.get("falls", 0))
-                loaded.calibrated, loaded.upcoming = bool(state_dict.get("calibrated", True)), None
-            self._engine.scaling = loaded
-        else:
-            usable = _round_down(scale)
-            scaling.scale = usable
-        if usable != scale:
-            warnings.warn(f"the saved loss scale {scale:g} is not a power of two inside [floor, ceiling]; going on with {usable:g}", stacklevel=2)
-        self._engine.bad_steps = int(state_dict.get("bad_steps", 0))
+        load_into(self._engine, state_dict)
 
     def _dynamic(self) -> DynamicScaling:
         scaling = self._engine.scaling
@@ -360,9 +356,8 @@ class GradScaler:
             )
 
 
-def _round_down(scale: float) -> float:
-    """The largest power of two that is not above `scale`."""
-    return 2.0 ** (math.frexp(scale)[1] - 1)
+def _next_step(engine: StepEngine) -> int:
+    return engine.steps + 1
 
 
 def _finite(total: Tensor) -> Tensor:

@@ -58,6 +58,16 @@ class _Joined(torch.autograd.Function):
         return grad, None  # in fp32; autograd casts it where the weight takes 16-bit gradients
 
 
+def joined(t: Tensor) -> Tensor:
+    """A 16-bit parameter or buffer in fp32: its master where it has one, else its value cast up. The gradient of a parameter goes to it."""
+    with torch._C.DisableTorchFunction():  # a mode that is open would join it once more
+        master = master_of(t)
+        if master is None:
+            return t.float()
+        values = _strided(master, t)
+        return _Joined.apply(t, values) if t.requires_grad and torch.is_grad_enabled() else values  # type: ignore[no-untyped-call]
+
+
 class JoinedWeights:
     """What becomes of functions that are given a weight kept in 16 bits, under one policy on one type of device.
 

@@ -81,6 +81,8 @@ class Inside(threading.local):
     policy: Any = None
     joins: Joins | None = None
     backward: int = -1  # number of the backward pass in which that forward pass is computed again, -1 for none
+    around: tuple[Any, Joins | None] = (None, None)  # the policy and joins around that forward pass
+    begun_under: Any = None  # the hooks on saved tensors that were there when it began: an activation checkpoint around it
 
 
 inside = Inside()
@@ -113,7 +115,8 @@ class OpMode(TorchFunctionMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._run(route, func, args, kwargs or {})
         # activation checkpointing: a tensor saved now is made again when it is unpacked, which is in the backward pass and may be outside this block
-        again = functools.partial(_unpack, hooks[1], self.device, tables, inside.policy, joins)
+        policy, joined = inside.around if hooks[0] is inside.begun_under else (inside.policy, joins)  # what the checkpointed function began with
+        again = functools.partial(_unpack, hooks[1], self.device, tables, policy, joined)
         torch._C._autograd._push_saved_tensors_default_hooks(hooks[0], again)
         try:
             return self._run(route, func, args, kwargs or {})
@@ -212,17 +215,21 @@ class Within:
 
     def __init__(self, policy: Any, joins: Joins | None = None) -> None:
         self.policy, self.joins = policy, joins
-        self._before: tuple[Any, Joins | None, int] = (None, None, -1)
+        self._before: tuple[Any, Joins | None, int, Any, Any] = (None, None, -1, (None, None), None)
 
     def __enter__(self) -> Within:
-        self._before = (inside.policy, inside.joins, inside.backward)
+        self._before = (inside.policy, inside.joins, inside.backward, inside.around, inside.begun_under)
+        inside.around = self._before[:2]
         inside.policy, inside.joins = self.policy, self.joins
-        if self.joins is not None and not torch.compiler.is_compiling():
-            inside.backward = torch._C._current_graph_task_id()
+        if not torch.compiler.is_compiling():
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            inside.begun_under = hooks[0] if hooks is not None else None
+            if self.joins is not None:
+                inside.backward = torch._C._current_graph_task_id()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        inside.policy, inside.joins, inside.backward = self._before
+        inside.policy, inside.joins, inside.backward, inside.around, inside.begun_under = self._before
 
 
 @functools.cache

@@ -42,8 +42,10 @@ LEAVES = (
     *names("softmax log_softmax sum prod cumsum cumprod logsumexp layer_norm group_norm rms_norm cross_entropy nll_loss mse_loss"),
 )
 
-WIDEST = names("addcdiv addcmul atan2 arctan2 cross bilinear dot vdot grid_sample grid_sampler index_put tensordot scatter_add")
-SUMS_OF_PRODUCTS = ("bilinear", "dot", "vdot", "grid_sample", "grid_sampler", "tensordot")  # of WIDEST: rounded once where all inputs are 16-bit
+WIDEST = names("addcdiv addcmul atan2 arctan2 cross bilinear dot vdot inner grid_sample grid_sampler index_put tensordot scatter_add")
+# of WIDEST: sums, which are rounded once where all inputs are 16-bit
+SUMS_OF_PRODUCTS = names("bilinear dot vdot inner grid_sample grid_sampler tensordot index_put scatter_add")
+SUMS_BY_INDEX = ("index_add",)  # in no list of CUDA's; its 16-bit sums are rounded once here, and operands of two formats left to torch
 
 LOW = names(
     """linear matmul mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul multi_dot vecdot prelu conv_tbc conv1d conv2d conv3d
@@ -61,7 +63,7 @@ FP32_ON_CPU_ONLY = names(
 UNSAFE = ("binary_cross_entropy",)
 
 INEXACT = names(  # what an fp32 island computes in fp32, besides the lists above: whatever rounds or can overflow
-    """add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder lerp outer ger inner kron mean nanmean nansum
+    """add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder lerp outer ger kron mean nanmean nansum
     std var std_mean var_mean diff gradient cov corrcoef trace det logdet slogdet inverse pinverse cholesky svd qr quantile nanquantile stft istft
     exp2 sqrt sin cos tanh sigmoid atan arctan asinh arcsinh acosh arccosh atanh arctanh sinc erf erfc lgamma digamma polygamma mvlgamma
     logaddexp logaddexp2 logcumsumexp xlogy hypot float_power ldexp i0 logit deg2rad rad2deg index_add scatter_reduce index_reduce

@@ -212,6 +212,11 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not asked for: torch would import its compiler for it, which takes seconds."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.before: dict[int, tuple[Tensor, Tensor]] = {}

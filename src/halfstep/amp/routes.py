@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.amp import ops
+from halfstep.amp import embedding, ops
 from halfstep.amp.emulation import ROUTES, rounded
 from halfstep.amp.mode import Route, Tables, without_autocast
 from halfstep.amp.ops import HALF, every_form
@@ -91,6 +91,18 @@ def _widest(device: str, products: bool) -> Route:
     return route
 
 
+def _summed(device: str) -> Route:
+    """16-bit operands are summed in fp32 and the result rounded once; operands of two formats are left to torch."""
+
+    def route(dtype: torch.dtype, func: Route, /, *args: Any, **kwargs: Any) -> Any:
+        formats = {t.dtype for t in _operands(args, kwargs, device)}
+        if len(formats) != 1 or not formats <= set(HALF) or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        return rounded(formats.pop(), func, *args, **kwargs)
+
+    return route
+
+
 def _as_given(device: str) -> Route:
     """As the device runs it, with results in the format of the operands: what CUDA computes in 16 bits and torch's CPU list in fp32."""
 
@@ -134,6 +146,7 @@ def tables(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple
         on |= dict.fromkeys(every_form(ops.LOW_ON_CUDA_ONLY), _low(device))
         on |= dict.fromkeys(every_form(ops.FP32_ON_CPU_ONLY), _as_given(device))
         on |= dict.fromkeys(every_form(exact), _widest(device, False)) | dict.fromkeys(every_form(sums), _widest(device, True))
+        on |= dict.fromkeys(every_form(ops.SUMS_BY_INDEX), _summed(device)) | embedding.ROUTE
         on |= dict.fromkeys(every_form(ops.UNSAFE), _refused(device)) | dict.fromkeys(every_form(ops.FP32), _wide(device))
         on |= dict.fromkeys(every_form(ops.LEAVES), _wide_leaf(device))
     on |= {func: _guarded(func, _wide(device)) for func in every_form(fp32_ops)} | {

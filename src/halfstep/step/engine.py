@@ -78,6 +78,15 @@ class StepEngine:
         for record in self.state.records.values():
             record.bad_steps = count
 
+    @property
+    def steps(self) -> int:
+        """Applied steps of the optimizer with the most, and those of the run before this one."""
+        return self.state.watching.before + max((record.applied for record in self.state.records.values()), default=0)
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self.state.watching.before += count - self.steps
+
     def name_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Names to call parameters by when their gradients are bad, as `module.named_parameters()` gives them."""
         known = {i: (r, name) for i, (r, name) in self.state.names.items() if r() is not None}
@@ -244,13 +253,16 @@ class StepEngine:
             self.state.ledger.again()
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Inside, a step that overflows is refused and put back as ever, but neither counted nor held against the scale."""
-        self.state.trying = True
+    def trying(self, *reasons: str) -> Iterator[None]:
+        """Inside, a step that overflows ("overflow"), or whose culprits were pinned ("pin"), is refused and put back as ever, but not counted.
+
+        Nor is it held against the scale.
+        """
+        self.state.trying = frozenset(reasons)
         try:
             yield
         finally:
-            self.state.trying = False
+            self.state.trying = frozenset()
 
     def rescale(self, factor: float) -> None:
         """Multiply the gradients of all known optimizers, and the losses noted for this step, by `factor`."""

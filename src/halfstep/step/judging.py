@@ -61,7 +61,12 @@ def measure(state: StepState, owner: Any) -> Evidence:
         shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
         numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
     compiled = bool(getattr(owner, "takes_factor", False))
-    return gather(gradients(owner), state.scale_at_hand, state.loss_of(owner), state.agree, state.scaling.senses, compiled)
+    lasts = not isinstance(owner, Loose)
+    wanted = lasts and state.watching.wants(owner, state.record(owner).applied)
+    evidence = gather(gradients(owner), state.scale_at_hand, state.loss_of(owner), state.agree, state.scaling.senses, compiled, watch=wanted)
+    if lasts:
+        state.watching.note(state, owner, evidence)
+    return evidence
 
 
 def defers(state: StepState, owner: Any) -> bool:
@@ -129,5 +134,6 @@ def _judged_again(state: StepState, owner: Any, record: Record, held: list[Tenso
     assert verdict is not None
     new = decide(now, now.values.tolist(), state.namer(owner), held)
     record.clipped = record.clipped or new.norm < verdict.norm
-    record.verdict = Verdict(new.fit, verdict.norm if new.fit else new.norm, new.loss_finite, new.culprits, verdict.peak, verdict.share)
+    norm = verdict.norm if new.fit else new.norm
+    record.verdict = Verdict(new.fit, norm, new.loss_finite, new.culprits, verdict.peak, verdict.share, nonfinite=new.nonfinite)
     return record.verdict

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from halfstep.step.watching import Watch
+
 Reason = Literal["applied", "accumulating", "overflow", "forward-overflow", "nonfinite-loss", "no-gradients", "stopped"]
 
 
@@ -29,15 +31,20 @@ class StepResult:
 
     applied: the weights were updated.
     reason: "applied", or why not: "accumulating" (micro-batch inside an accumulation window), "overflow" (a gradient is
-        inf, NaN or above 2^60), "nonfinite-loss", "no-gradients". "forward-overflow" and "stopped" are names kept for later.
+        inf, NaN or above 2^60), "forward-overflow" (a module's outputs do not fit 16 bits, and would fit fp32), "nonfinite-loss",
+        "no-gradients". "stopped" is a name kept for later.
     grad_norm: Euclidean norm of the unscaled gradients before clipping; None when no gradient was measured.
     clipped: the gradients that were used had a smaller norm than that.
     scale: the loss scale the gradients were made under; next_scale: the one the next loss will get.
     replays: how often the step was computed again, at a lower scale each time, before this result.
-    culprits: what was not finite, worst first; empty when applied.
+    culprits: what was not finite: modules and inputs, in the order of the forward pass, if it began there; then the loss and gradients, worst first;
+        eight at most, none when applied.
+    pinned: modules that are held in fp32 from now on, because 16 bits did not hold their values in this step.
     stalled: of the elements with a gradient that is not 0, the share whose stored weight (residual included) is what it was before an applied
         step: their updates rounded away. None when it was not asked for.
     detail: in words what a reader of a log should know besides; empty when there is nothing.
+    watch: what comes close to a limit: the largest gradient of each parameter, near misses, underflow, outputs of modules, each as last measured.
+        `str(result.watch)` is one line when something is close, else empty. None when there was nothing to step with.
     loss: sum of the (unscaled) losses of this step. Reading it may wait for the device.
 
     On a GPU with a fused optimizer the verdict may still be on its way; reading any field waits for it.
@@ -51,9 +58,11 @@ class StepResult:
     next_scale: float = 1.0
     replays: int = 0
     culprits: tuple[Culprit, ...] = ()
+    pinned: tuple[str, ...] = ()
     stalled: float | None = None
     detail: str = ""
     loss_tensor: Tensor | None = field(default=None, repr=False, compare=False)
+    watch: Watch | None = field(default=None, repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return self.applied

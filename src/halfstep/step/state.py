@@ -16,9 +16,11 @@ from halfstep.step.backward import BackwardWatch
 from halfstep.step.buffers import BufferGuard
 from halfstep.step.marks import Ledger, Sign, parameters
 from halfstep.step.record import Record
+from halfstep.step.refusal import Explain, Heal
 from halfstep.step.replay import Replay
 from halfstep.step.scaling import Scaling
 from halfstep.step.verdict import Agree, Verdict
+from halfstep.step.watching import Watching
 
 OnOverflow = Literal["skip", "replay", "raise"]
 
@@ -54,13 +56,17 @@ class StepState:
     unheard: list[Verdict] = field(default_factory=list)  # verdicts that have not moved the scale yet
     bad_before: int = 0  # bad steps in a row of a run that this one goes on from
     stepping: bool = False  # a step is being taken
-    trying: bool = False  # steps that overflow will be computed again
+    trying: frozenset[str] = frozenset()  # "overflow": steps that overflow will be computed again; "pin": those whose culprits were pinned
+    explain: Explain | None = None  # a second look at the forward passes of a bad step
+    heal: Heal = "skip"  # what becomes of a module whose values 16 bits do not hold
+    checkpoint: str = ""  # the last one of this run, for who must go back to it
     editing: bool = False  # edits of scaled gradients are allowed
     window: list[bool | Tensor] = field(default_factory=list)  # verdicts since the last loss was scaled; tensors are 1 for bad
 
     ledger: Ledger = field(default_factory=Ledger)
     buffers: BufferGuard = field(default_factory=BufferGuard)
     watch: BackwardWatch = field(default_factory=BackwardWatch)
+    watching: Watching = field(default_factory=Watching)  # what is near its limit
     replay: Replay = field(default_factory=Replay)
     records: WeakKeyDictionary[Any, Record] = field(default_factory=WeakKeyDictionary)
     loose: list[Loose] = field(default_factory=list)

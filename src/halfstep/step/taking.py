@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError, DivergedError, StepRefusedError
-from halfstep.step import checks
+from halfstep.errors import ConfigError
+from halfstep.step import checks, refusal
 from halfstep.step.clipping import adopt, clip, clip_to
 from halfstep.step.closures import step_with_closure
 from halfstep.step.deferred import Pending, Reading, divides_itself, step_on_device
@@ -18,11 +19,16 @@ from halfstep.step.judging import defers, make_unscaled, measure, unscale
 from halfstep.step.marks import gradients, marks, parameters
 from halfstep.step.narrow import divides_late, has_fp16_gradients
 from halfstep.step.record import Record
+from halfstep.step.refusal import Explained
 from halfstep.step.result import DeferredResult, Reason, StepResult
 from halfstep.step.scaling import Seen
-from halfstep.step.stalled import Before
+from halfstep.step.stalled import Before, share_of
 from halfstep.step.state import StepState
-from halfstep.step.verdict import Verdict, decide
+from halfstep.step.verdict import NAMED, Verdict, decide
+from halfstep.step.watching import Watch
+
+NOTHING = Explained()
+SAMPLED = 4096  # elements of each weight that the watch looks at
 
 
 def take(
@@ -31,7 +37,7 @@ def take(
     """Judge what is not judged yet, then clip to `max_norm` and step, or refuse. stalled: measure what was rounded away."""
     record = state.record(optimizer)
     checks.refuse_states(optimizer, state.called)
-    before = Before(optimizer) if stalled else None
+    before = Before(optimizer) if stalled else Before(optimizer, SAMPLED) if state.watching.wants_updates(record.applied) else None
     if closure is not None:
         if max_norm is not None:
             raise ConfigError("max_norm= has no effect with a closure, whose gradients are used inside the optimizer", "Clip in the closure.")
@@ -82,10 +88,14 @@ def _told(state: StepState, optimizer: Optimizer, record: Record, verdict: Verdi
     if verdict is None:
         return no_gradients(state, optimizer)
     record.verdict = verdict
-    record.stalled = before.share() if before is not None and verdict.fit else None
+    moved = before.counts() if before is not None and verdict.fit else None
+    record.stalled = share_of(moved) if before is not None and before.whole else None
+    watch = state.watching.watch(optimizer, record.applied, moved)
     loss = state.loss_of(optimizer)
     record.loss = record.loss if loss is None else loss  # some optimizers clear gradients in their step
-    result = _result(state, verdict, record, state.scale_at_hand, heard=record.heard)
+    with state.buffers.untouched():
+        said = refusal.explained(state.explain, verdict, state.heal, state.watching.number(record.applied))
+    result = _result(state, verdict, record, state.scale_at_hand, record.heard, watch, said)
     _spend(state, optimizer, record)
     _window_ends(state, verdict.fit)
     return _counted(state, record, result)
@@ -106,7 +116,9 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     bad, reading, name = evidence.bad, Reading(evidence.values), state.namer(optimizer)
     _divide_and_step(state, optimizer, record, bad, scale)
     signs = Reading(torch.stack(record.signs).any().float().reshape(1)) if record.signs else None
-    share = before.share() if before is not None else None  # who asked for it waits
+    counts = before.counts() if before is not None else None
+    moved = counts * (bad == 0).to(counts.device) if counts is not None else None  # a refused step has made no updates
+    watch = state.watching.watch(optimizer, record.applied, moved)
     told = Record(clipped=record.clipped, loss=state.loss_of(optimizer))
     made_under, hopeless = state.scale_at_hand, state.hopeless
 
@@ -114,9 +126,9 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
         verdict = decide(evidence, reading.numbers(), name)
         if hopeless and not verdict.fit:
             verdict = verdict.not_the_scale()
-        told.stalled = share if verdict.fit else None
+        told.stalled = share_of(moved) if before is not None and before.whole else None
         told.clipped = told.clipped or (signs is not None and verdict.fit and bool(signs.numbers()[0]))
-        result = _result(state, verdict, told, made_under, heard=False)
+        result = _result(state, verdict, told, made_under, False, watch)
         if state.scaling.active:
             state.unheard.append(verdict)
         return result
@@ -191,21 +203,25 @@ def close_window(state: StepState) -> None:
     state.buffers.forget()
 
 
-def _result(state: StepState, verdict: Verdict, record: Record, scale: float, heard: bool) -> StepResult:
-    reason: Reason = "applied" if verdict.fit else "overflow" if verdict.loss_finite else "nonfinite-loss"
+def _result(
+    state: StepState, verdict: Verdict, record: Record, scale: float, heard: bool, watch: Watch | None, said: Explained = NOTHING
+) -> StepResult:
+    bad: Reason = "forward-overflow" if said.overflow else "overflow" if verdict.loss_finite else "nonfinite-loss"
     overflow, seen, blames = heard_together([*state.unheard, *([] if heard else [verdict])], scale)
     return StepResult(
         applied=verdict.fit,
-        reason=reason,
+        reason="applied" if verdict.fit else bad,
         grad_norm=verdict.norm,
         clipped=record.clipped,
         scale=scale if state.scaling.active else state.scaling.scale,
         next_scale=state.scaling.after(overflow, seen) if blames else state.scaling.scale,
         replays=record.replays,
-        culprits=verdict.culprits,
+        culprits=(*said.culprits, *verdict.culprits)[:NAMED],
+        pinned=said.pinned,
         stalled=record.stalled,
-        detail="bad at the lowest loss scale too, so the scale is not to blame" if verdict.persists else "",
+        detail="; ".join(filter(None, ("bad at the lowest loss scale too, so the scale is not to blame" if verdict.persists else "", said.detail))),
         loss_tensor=record.loss,
+        watch=replace(watch, nonfinite=verdict.nonfinite) if watch is not None and verdict.nonfinite else watch,
     )
 
 
@@ -233,24 +249,12 @@ def _count(state: StepState, record: Record, result: StepResult) -> StepResult:
         for hook in record.hooks:
             hook()
         return result
-    if state.trying and result.reason == "overflow":
+    if (result.reason == "overflow" and "overflow" in state.trying) or (result.pinned and "pin" in state.trying):
         state.unheard.clear()
         return result
     record.bad_steps += 1
-    blamed = ", ".join(str(c) for c in result.culprits) or "unknown"
     if record.bad_steps >= state.patience:
-        raise DivergedError(
-            f"{record.bad_steps} steps in a row could not be applied ({result.reason}, loss scale {result.scale:g}); not finite: {blamed}. "
-            "None of them changed the weights",
-            "Look at the data of this batch and at the first operation that gives inf or NaN in fp32; then try a "
-            f"smaller learning rate, or bf16 if the run was fp16. "
-            f"The patience of {state.patience} steps is the argument patience= (max_bad_steps= in TrainingArguments).",
-            result,
-        )
-    if state.on_overflow == "raise":
-        raise StepRefusedError(
-            f"the step could not be applied ({result.reason}, loss scale {result.scale:g}); not finite: {blamed}. Nothing was changed",
-            "Catch it and go on with the next batch, or use on_overflow='skip' or 'replay'.",
-            result,
-        )
+        raise refusal.diverged(result, record, state.watching.number(record.applied) - 1, state.patience, state.checkpoint)
+    if state.on_overflow == "raise" or (state.heal == "raise" and result.reason in ("forward-overflow", "nonfinite-loss")):
+        raise refusal.refused(result)
     return result

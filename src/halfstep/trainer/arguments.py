@@ -92,6 +92,9 @@ class TrainingArguments:
         precision: a policy such as bf16-mixed or "fp16-mixed,scale=static:1024,fp32=lm_head".
         on_overflow: what follows when fp16 gradients overflow: "replay" the step's micro-batches at a lower loss scale, "skip" the
             step, or "raise" StepRefusedError.
+        heal: what follows when a module's outputs do not fit 16 bits: "pin" holds it in fp32 from then on, runs the step again, and writes the
+            module to rules.yaml; "skip" the step, naming the module; or "raise" StepRefusedError.
+        rules: a rules.yaml of an earlier run: its modules are held in fp32 from the start. Not given: that of output_dir, if there is one.
         max_bad_steps: so many steps in a row that could not be applied end the run with DivergedError.
         use_cpu: train on the CPU although there is a GPU.
         disable_tqdm: no progress bar.
@@ -136,6 +139,8 @@ class TrainingArguments:
     tf32: bool | None = None
     precision: str | None = None
     on_overflow: Literal["replay", "skip", "raise"] = "replay"
+    heal: Literal["pin", "skip", "raise"] = "pin"
+    rules: str | None = None
     max_bad_steps: int = 50
     use_cpu: bool = False
     disable_tqdm: bool = False
@@ -147,7 +152,7 @@ class TrainingArguments:
     report_to: str | list[str] | None = "none"
 
     def __post_init__(self) -> None:
-        for name in ("output_dir", "resume_from_checkpoint", "precision"):
+        for name in ("output_dir", "resume_from_checkpoint", "precision", "rules"):
             value = getattr(self, name)
             if isinstance(value, os.PathLike | Policy):
                 object.__setattr__(self, name, str(value))

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DataLoader
 
 from halfstep.errors import ConfigError
 from halfstep.optim import HALF, AdamW
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import CallbackList
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long a run is. per_epoch: steps in a pass over the data, None when it has no length."""
+
+    per_epoch: int | None
+    steps: int
+    epochs: int
+
+
+def lengths(args: TrainingArguments, loader: DataLoader[Any]) -> Lengths:
+    """The length of a run over `loader`. Raises ConfigError when neither the data nor the arguments say it."""
+    try:
+        per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
+    except TypeError:
+        per_epoch = None
+    if args.max_steps < 0 and per_epoch is None:
+        raise ConfigError("the training data has no length, so the number of steps is not known", "Set max_steps.")
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * (per_epoch or 0))
+    return Lengths(per_epoch, steps, math.ceil(steps / per_epoch) if per_epoch else 1)
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:

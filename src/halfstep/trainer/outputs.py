@@ -127,6 +127,20 @@ def record_of(result: StepResult) -> dict[str, Any]:
     return about | {"loss": result.loss, "grad_norm": result.grad_norm, "scale": result.next_scale}
 
 
+def watched(result: StepResult | None) -> dict[str, Any]:
+    """What a record says of how close the run came to the limits of its formats; `near` says what is within a factor of 2.
+
+    stalled: of the last step where that was measured exactly, else as the watch has it.
+    """
+    if result is None or result.watch is None:
+        return {}
+    watch, near = result.watch, str(result.watch)
+    stalled = result.stalled if result.stalled is not None else watch.stalled
+    largest, closest = dict(list(watch.largest.items())[:1]), dict(watch.outputs[:1])
+    found = {"largest_gradient": largest, "underflow": watch.underflow, "stalled": stalled, "closest_output": closest, "near": near}
+    return {k: v for k, v in found.items() if v not in (None, {}, "")}
+
+
 def check_labels(model: nn.Module, labels: Any) -> None:
     """Refuse class labels outside the classes of a transformers classifier, before they reach a GPU, where they end the process.
 

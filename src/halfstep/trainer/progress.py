@@ -25,6 +25,7 @@ class ProgressCallback(TrainerCallback):
         self._task = TaskID(0)
         self._began = (0.0, 0, 0)  # time, tokens, steps
         self._skips_shown = 0
+        self._near = ""  # what was said last of what is close to a limit
         self._refresh = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -68,6 +69,12 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Without a terminal, print what the bar would show; evaluation results are printed in any case."""
         logs: dict[str, Any] = kwargs["logs"]
+        if "pinned" in logs:
+            for name, why in zip(logs["pinned"], logs["why"], strict=True):
+                self._print(f"step {state.global_step + 1}: {name} is held in fp32 from now on: {why}")
+        if logs.get("near", self._near) != self._near:
+            self._near = logs["near"]
+            self._print(f"step {state.global_step}: {self._near}")
         if "eval_loss" in logs:
             shown = {k: v for k, v in logs.items() if k.startswith("eval_") and not k.endswith(("_runtime", "_per_second"))}
             self._print(f"step {state.global_step}: " + "  ".join(f"{k} {_short(v)}" for k, v in shown.items()))

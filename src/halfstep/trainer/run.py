@@ -88,7 +88,7 @@ class RunFolder:
         self.entered = True
 
     def clear(self) -> None:
-        """Remove what a run writes, and nothing else."""
+        """Remove what a run writes, and nothing else; rules.yaml stays, for the next run to read."""
         for folder in [*checkpoint.checkpoints(self.path), *self._leavings()]:
             shutil.rmtree(folder, ignore_errors=True)
         for name in (METRICS, CONFIG):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @dataclass
@@ -29,6 +33,7 @@ class TrainerState:
     loss_count: int = 0
     evaluation_due: bool = False  # Ctrl-C came during an evaluation: the resumed run begins with it
     last_grad_norm: float | None = None
+    watched: dict[str, Any] = field(default_factory=dict)  # what the last step came close to, as of the last checkpoint
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
 
@@ -45,6 +50,22 @@ class TrainerState:
         """Take over the fields of a saved state."""
         for f in fields(self):
             setattr(self, f.name, state[f.name])
+
+
+class Losses:
+    """Sum and number of the losses of some steps; a loss that is not finite shows in the mean. Read from the device when it is asked for."""
+
+    def __init__(self, total: float = 0.0, count: int = 0) -> None:
+        self.sum, self.count = torch.tensor(total, dtype=torch.float64), count
+
+    def add(self, loss: Tensor | None) -> None:
+        """Add the loss of a step, if it had one."""
+        if loss is not None:
+            self.sum, self.count = self.sum.to(loss.device) + loss, self.count + 1
+
+    def mean(self) -> float:
+        """Their mean; NaN without any."""
+        return float(self.sum) / self.count if self.count else math.nan
 
 
 @dataclass

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedEr
 from halfstep.step import StepResult
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
-from halfstep.trainer.build import make_optimizer, make_scheduler, step_options
+from halfstep.trainer.build import lengths, make_optimizer, make_scheduler, step_options
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
 from halfstep.trainer.data import Collator, ColumnFilter, EpochStart, count_inputs, default_data_collator, from_batch, is_ours, make_loader
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
@@ -36,11 +35,13 @@ from halfstep.trainer.outputs import (
     loss_of,
     predictions_of,
     record_of,
+    watched,
 )
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
+from halfstep.trainer.rules import follow_rules, note_pins
 from halfstep.trainer.run import MetricsWriter, RunFolder
-from halfstep.trainer.state import TrainerControl, TrainerState
+from halfstep.trainer.state import Losses, TrainerControl, TrainerState
 
 
 class Trainer:
@@ -89,14 +90,14 @@ class Trainer:
         for callback in (*(() if self.args.disable_tqdm else (ProgressCallback(),)), *(callbacks or ())):
             self.add_callback(callback)
         self._interrupt = Interrupt()
-        self._loss_sum, self._loss_count = torch.zeros((), dtype=torch.float64), 0  # of the steps since the last record
+        self._losses = Losses()  # of the steps since the last record
         self._loader: Any = None  # of the training data
         self._epoch_start, self._saved_at = EpochStart(), -1  # where the epoch began; the step of the last checkpoint
         self.settings = self.args.to_dict()  # what config.yaml gets
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
         self._wants_predictions = self._clips_late = False  # clipping is left to the optimizer's own pass
-        self._stalled: float | None = None  # of the last step, where it was measured
+        self._last: StepResult | None = None
         self._event("on_init_end")
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -173,16 +174,18 @@ class Trainer:
         self._loader = self._set_up()
         if checkpoint is None:
             self.run.begin(self.settings, self.args.overwrite_output_dir)
+            if told := follow_rules(self.args, self.run.path, self.model):
+                self.log(told)
         else:
             refuse_other_settings(checkpoint, settings_to_keep(self.args, self._loader))
             lengths = self.state.max_steps, self.state.num_train_epochs
             self.accelerator.load_state(checkpoint)
             self.state.max_steps, self.state.num_train_epochs = lengths
-            self._loss_sum, self._loss_count = torch.tensor(self.state.loss_sum, dtype=torch.float64), self.state.loss_count
+            self._losses = Losses(self.state.loss_sum, self.state.loss_count)
             self.control.should_evaluate = self.state.evaluation_due
             self.run.go_on(self.settings, checkpoint, self.state.log_history)
         begun = self.state.global_step
-        total, counted = torch.zeros((), dtype=torch.float64), 0
+        losses = Losses()
         self._event("on_train_begin")
         try:
             with self._interrupt:
@@ -190,8 +193,7 @@ class Trainer:
                     self.control.should_evaluate = True
                 self._act()
                 for result in self._steps(self._loader):
-                    if result.loss_tensor is not None:
-                        total, counted = total.to(result.loss_tensor.device) + result.loss_tensor, counted + 1
+                    losses.add(result.loss_tensor)
             if self.args.save_strategy != "no" and self.state.global_step not in (begun, self._saved_at):
                 self._save()
         except StopNow:
@@ -199,25 +201,19 @@ class Trainer:
             raise TrainingInterrupted(self.state.global_step, folder) from None
         finally:
             self._event("on_train_end")
-        mean = float(total) / counted if counted else math.nan
+        mean = losses.mean()
         return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
 
     def _set_up(self) -> DataLoader[Any]:
         """Loader, optimizer, schedule and lengths, all before anything is trained."""
         loader = self.get_train_dataloader()
-        try:
-            self._per_epoch = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
-        except TypeError:
-            self._per_epoch = None
-        if self.args.max_steps < 0 and self._per_epoch is None:
-            raise ConfigError("the training data has no length, so the number of steps is not known", "Set max_steps.")
+        length = lengths(self.args, loader)
+        self._per_epoch = length.per_epoch
         if self.args.eval_strategy != "no" or self.args.eval_on_start:
             self.get_eval_dataloader()  # refuses missing data now, and not after the first steps
         self.state, self.control = TrainerState(), TrainerControl()
-        self._loss_sum, self._loss_count = torch.zeros((), dtype=torch.float64), 0
-        by_epochs = math.ceil(self.args.num_train_epochs * (self._per_epoch or 0))
-        self.state.max_steps = self.args.max_steps if self.args.max_steps > 0 else by_epochs
-        self.state.num_train_epochs = math.ceil(self.state.max_steps / self._per_epoch) if self._per_epoch else 1
+        self._losses = Losses()
+        self.state.max_steps, self.state.num_train_epochs = length.steps, length.epochs
         self.accelerator = self._fresh_accelerator()
         optimizer = self.create_optimizer()
         scheduler = self.create_scheduler(self.state.max_steps, optimizer)
@@ -228,7 +224,8 @@ class Trainer:
     def _fresh_accelerator(self) -> Accelerator:
         """An accelerator that knows the model and nothing of an earlier call of train()."""
         a = self.args
-        fresh = Accelerator(precision=a.policy, cpu=a.use_cpu, patience=a.max_bad_steps, on_overflow="raise" if a.on_overflow == "raise" else "skip")
+        strict: Literal["raise", "skip"] = "raise" if a.on_overflow == "raise" else "skip"
+        fresh = Accelerator(precision=a.policy, cpu=a.use_cpu, patience=a.max_bad_steps, on_overflow=strict, heal=a.heal)
         fresh.prepare(self.model)
         return fresh
 
@@ -266,9 +263,10 @@ class Trainer:
         result = self._take_step(window)
         self.state.num_input_tokens_seen += sum(count_inputs(batch) for batch in window)
         self.state.replayed_steps += result.replays > 0
-        self.state.last_grad_norm, self._stalled = result.grad_norm, result.stalled
-        if result.loss_tensor is not None:
-            self._loss_sum, self._loss_count = self._loss_sum.to(result.loss_tensor.device) + result.loss_tensor, self._loss_count + 1
+        self.state.last_grad_norm, self._last = result.grad_norm, result
+        if result.pinned:
+            self.log(note_pins(self.run.path, self.model, result.pinned))
+        self._losses.add(result.loss_tensor)
         self.state.batches_in_epoch += len(window)
         size = len(loader) if self._per_epoch is not None else max(1, self.state.batches_in_epoch)
         self.state.epoch = self.state.epoch_index + self.state.batches_in_epoch / size
@@ -300,8 +298,9 @@ class Trainer:
         late = step_options(self.args, self.optimizer_in_use, self.callbacks, self.state.global_step)
         self._clips_late = late["max_norm"] is not None
         try:
-            if self.args.on_overflow == "replay":
-                result = self.accelerator.run_step(self.optimizer_in_use, compute, **late)
+            if self.args.on_overflow == "replay" or self.args.heal == "pin":
+                again = self.args.on_overflow == "replay"
+                result = self.accelerator.run_step(self.optimizer_in_use, compute, on_overflow=again, **late)
             else:
                 compute()
                 result = self.optimizer_in_use.step(**late)
@@ -337,17 +336,18 @@ class Trainer:
 
     def _log_window(self) -> None:
         """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""
-        if not self._loss_count:
+        if not self._losses.count:
             return
-        mean, self._loss_sum, self._loss_count = float(self._loss_sum) / self._loss_count, torch.zeros_like(self._loss_sum), 0
+        mean, self._losses = self._losses.mean(), Losses()
         rate, scale = self.scheduler_in_use.get_last_lr()[0], self.accelerator.scaler.get_scale()
         record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
-        record |= {} if self._stalled is None else {"stalled": self._stalled}
+        record |= watched(self._last) if self._last is not None else self.state.watched
         self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _save(self) -> Path:
-        self.state.loss_sum, self.state.loss_count = float(self._loss_sum), self._loss_count
+        self.state.loss_sum, self.state.loss_count = float(self._losses.sum), self._losses.count
         self.state.evaluation_due = self.control.should_evaluate
+        self.state.watched = watched(self._last) if self._last is not None else self.state.watched
         about = {"arguments": settings_to_keep(self.args, self._loader)}
         folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}", about)
         self._saved_at = self.state.global_step

@@ -94,7 +94,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest(word: str, near: str) -
 
 
 def test_an_argument_like_none_gets_the_list() -> None:
-    with pytest.raises(ConfigError, match="Known: agree, cpu, gradient_accumulation_steps, mixed_precision, on_overflow, patience, precision"):
+    with pytest.raises(ConfigError, match="Known: agree, cpu, gradient_accumulation_steps, heal, mixed_precision, on_overflow, patience, precision"):
         Accelerator(zzz=1)
 
 

@@ -179,7 +179,7 @@ def test_the_files_say_what_they_are_of(tmp_path: Path) -> None:
     loaded = load(folder)
     assert loaded.about["policy"] == "bf16-mixed"
     assert loaded.about["versions"]["torch"] == torch.__version__
-    assert set(loaded.parts) == {"model", "optimizer", "scheduler", "custom", "scaler", "random"}
+    assert set(loaded.parts) == {"model", "optimizer", "scheduler", "custom", "scaler", "random", "watch"}
 
 
 def test_two_of_a_kind_keep_their_own_states(tmp_path: Path) -> None:

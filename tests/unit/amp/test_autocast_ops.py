@@ -111,7 +111,7 @@ WIDEST: Table = {
     **{name: [(M, M)] for name in ("atan2", "arctan2", "tensordot")},
     "cross": [(Shape((4, 3)), Shape((4, 3)))],
     "bilinear": [(M, M, SEQUENCE)],
-    **{name: [(V, V)] for name in ("dot", "vdot")},
+    **{name: [(V, V)] for name in ("dot", "vdot", "inner")},
     "grid_sample": [(CLIP, Shape((1, 2, 2, 2, 3)))],
     "grid_sampler": [(CLIP, Shape((1, 2, 2, 2, 3)), 0, 0, False)],
     "index_put": [(V, (torch.tensor([1]),), Shape((1,)))],

@@ -110,7 +110,7 @@ def test_one_bad_batch_among_good_ones_is_skipped_and_counted_and_the_rest_goes_
         "scale": lines[0]["scale"],
     }
     assert math.isnan(skip["loss"])
-    assert skip["culprits"][0] == "loss (forward: nan)"
+    assert skip["culprits"][:2] == ["input x (forward: nan)", "loss (forward: nan)"]
 
 
 def test_the_good_steps_are_those_of_a_run_without_the_bad_batch(tmp_path: Path) -> None:
@@ -128,7 +128,10 @@ def test_nothing_but_bad_batches_ends_in_diverged_error_that_names_the_loss(tmp_
     with pytest.raises(DivergedError) as caught:
         made.train()
     assert "5 steps in a row could not be applied (nonfinite-loss" in caught.value.cause
-    assert f"not finite: loss (forward: {'nan' if math.isnan(value) else 'inf'})" in caught.value.cause
+    kind = "nan" if math.isnan(value) else "inf"
+    assert f"not finite: input x (forward: {kind}), loss (forward: {kind})" in caught.value.cause
+    assert "since the first step of this run" in caught.value.cause
+    assert caught.value.remedy.startswith("1. Take the values that are not finite out of the data (input x). 2. ")
     assert "max_bad_steps=" in caught.value.remedy
     assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
     assert len(results.skipped) == 4
@@ -197,7 +200,9 @@ def test_every_skip_is_said_on_the_terminal_and_many_are_said_less_often(tmp_pat
     assert len(results.skipped) == 20
     said = [line for line in screen.getvalue().splitlines() if "not applied" in line]
     assert len(said) == 11
-    assert said[0] == "step 2 not applied: nonfinite-loss: loss (forward: nan), layer.weight (backward: nan), layer.bias (backward: nan) (1 so far)"
+    assert (
+        said[0] == "step 2 not applied: nonfinite-loss: input x (forward: nan), loss (forward: nan), layer.weight (backward: nan) and more (1 so far)"
+    )
     assert said[-1].endswith("(20 so far)")
     assert "precision fp32 on cpu, fp32 weights, loss scale none" in screen.getvalue()
     assert "loss nan" in screen.getvalue()

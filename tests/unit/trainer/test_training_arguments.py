@@ -209,7 +209,7 @@ def test_every_field_that_transformers_has_too_has_its_name_and_default_there() 
     from transformers import TrainingArguments as Theirs
 
     theirs = {f.name: f for f in dataclasses.fields(Theirs)}
-    own = {"precision", "max_bad_steps", "on_overflow", "overwrite_output_dir", "log_stalled"}
+    own = {"precision", "max_bad_steps", "on_overflow", "overwrite_output_dir", "log_stalled", "heal", "rules"}
     different = {"output_dir", "warmup_ratio", "report_to", "label_names", "disable_tqdm", "tf32", "optim"}
     assert set(FIELDS) - own - {"warmup_ratio"} <= set(theirs)
     same = {n for n in FIELDS if n in theirs and n not in different}

@@ -1,0 +1,159 @@
+"""The forward passes of the step at hand, remembered so that a bad one can be run again and the module to blame be named."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet, finalize, ref
+
+import torch
+from torch import nn
+
+from halfstep.amp.locate import Blamed, Locating
+from halfstep.amp.mode import Applied, Switched, Tables, current
+
+AT_MOST = 64  # forward passes that are remembered; a window of more is looked at from its newest
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward pass: what the model was given, the random states it began with, and the autocast block it stood in."""
+
+    model: ref[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: torch.Tensor
+    cuda: torch.Tensor | None
+    device: str
+    autocast: tuple[bool, torch.dtype]
+    tables: Tables | None
+
+    def again(self) -> tuple[nn.Module | None, list[Blamed]]:
+        """Run it again without a graph; whom it blames. Random states are left as they are now."""
+        model = self.model()
+        if model is None:
+            return None, []
+        devices = [torch.cuda.current_device()] if self.cuda is not None else []
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            torch.set_rng_state(self.random)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(Switched(self.device, *self.autocast, False))
+            if self.tables is not None:
+                stack.enter_context(Applied(self.device, self.tables))
+            stack.enter_context(_without_caches(model))
+            seen = stack.enter_context(Locating(model))
+            model(*self.args, **(self.kwargs | ({"use_cache": False} if "use_cache" in self.kwargs else {})))
+        return model, seen.found
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Inside, models of transformers keep no keys and values: a layer that is run again would append its own a second time. No output changes."""
+    found: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+class _Listener:
+    """A hook that remembers calls. It holds its maker weakly; a copy of the module, by deepcopy or pickle, tells nobody."""
+
+    def __init__(self, recall: Recall | None = None) -> None:
+        self._recall = ref(recall) if recall is not None else None
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        recall = self._recall() if self._recall is not None else None
+        if recall is not None:
+            recall.hear(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[_Listener], tuple[()]]:
+        return _Listener, ()
+
+
+class Recall:
+    """Remembers the forward passes of watched models since the last step: their inputs by reference, no copy of anything but random states."""
+
+    def __init__(self) -> None:
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._calls: deque[Call] = deque(maxlen=AT_MOST)
+        self._spent: set[int] = set()  # ids of the optimizers that have stepped since the last forward pass
+        self._silent = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Remember the calls of `model` from now on. Watching twice does no harm."""
+        if model in self._models:
+            return
+        self._models.add(model)
+        handle = model.register_forward_pre_hook(_Listener(self), with_kwargs=True)
+        finalize(self, handle.remove).atexit = False
+
+    def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A watched model is called."""
+        if self._silent or torch._C._current_graph_task_id() != -1:  # a block that a backward pass computes again
+            return
+        self.begin()
+        first = next(model.parameters(), None)
+        device = "cpu" if first is None else first.device.type
+        if device not in ("cpu", "cuda"):
+            return
+        mode = current(device)
+        cuda = torch.cuda.get_rng_state() if device == "cuda" else None
+        autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self._calls.append(Call(ref(model), args, kwargs, torch.get_rng_state(), cuda, device, autocast, mode.tables if mode is not None else None))
+
+    def begin(self) -> None:
+        """A forward pass or a loss begins another step, if one was taken since the last: what is remembered has nothing to do with it."""
+        if self._spent:
+            self._calls.clear()
+            self._spent.clear()
+
+    def spend(self, optimizer: object) -> None:
+        """A step of `optimizer` begins. Several optimizers may step after one forward pass; the same one twice has come from another."""
+        if id(optimizer) in self._spent:
+            self.begin()
+        self._spent.add(id(optimizer))
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Inside, calls are not remembered."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    @property
+    def watches(self) -> bool:
+        """Whether there are models whose calls are remembered."""
+        return bool(self._models)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run again."""
+        return not self._calls
+
+    def blame(self) -> list[tuple[nn.Module, Blamed]]:
+        """Run the forward passes of this step again and tell whom they blame, each module once; to the first pass that fp32 does not help."""
+        found: dict[tuple[int, str], tuple[nn.Module, Blamed]] = {}
+        with self.silence():
+            for call in list(self._calls):
+                model, blamed = call.again()
+                for one in blamed if model is not None else ():
+                    assert model is not None
+                    found.setdefault((id(model), one.module), (model, one))
+                if any(not one.heals for one in blamed):
+                    break
+        return list(found.values())

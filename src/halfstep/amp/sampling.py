@@ -1,0 +1,207 @@
+"""How large the outputs of modules are, looked at in every N-th forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from halfstep.errors import ConfigError
+from halfstep.numerics import FORMATS
+from halfstep.step.watching import EVERY, LISTED, Magnitudes, worst_first
+
+_LIMITS = {FORMATS[name].dtype: FORMATS[name].largest for name in ("fp16", "bf16", "fp32")}
+
+
+class Sampler:
+    """Measures the largest output of every submodule in the first forward pass of training and in every N-th.
+
+    every: that N. For the one call hooks stand on the submodules; the others find a single hook on the model, which counts. What is measured
+    stays on the device. Memory: one fp32 number per module. A model that is deleted, and a deleted sampler's models, are left alone.
+    """
+
+    def __init__(self, every: int = EVERY) -> None:
+        if every < 1:
+            raise ConfigError(f"outputs sampled every {every} forward passes", "Use 1 or more.")
+        self.every = every
+        self.number: Callable[[], int] | None = None  # gives the number of the step at hand, which then counts instead of the calls
+        self._models: list[_Watched] = []
+
+    def __reduce__(self) -> tuple[type[Sampler], tuple[int]]:
+        return Sampler, (self.every,)  # a copy watches nothing
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch `model`, which must be called itself (`model(x)`); once is enough, and binding it to a policy may come before or after.
+
+        Nothing is measured of forward passes that torch compiles, traces or runs again in a backward pass, of those without gradients or not in
+        training mode, and of parts that are compiled.
+        """
+        self._models = [m for m in self._models if m.model() is not None]
+        if isinstance(model, torch.jit.ScriptModule) or any(m.model() is model for m in self._models):
+            return
+        watched = _Watched(model, self)
+        self._models.append(watched)
+        handle = model.register_forward_pre_hook(_Begins(watched))
+        finalize(self, handle.remove).atexit = False
+
+    def again(self) -> None:
+        """Measure the next forward pass too: the last ones were of a step that was refused."""
+        for watched in self._models:
+            watched.calls, watched.again = 0, True
+
+    def sampled(self) -> tuple[Magnitudes, ...]:
+        """The last measurements of each model, still on the device."""
+        return tuple(m.last for m in self._models if m.last is not None)
+
+    def outputs(self) -> tuple[tuple[str, float], ...]:
+        """(module, largest |output| / largest finite number of its format) in the last sampled forward pass: the 8 worst, worst first.
+
+        inf or NaN where an output was. "" is the model itself. A module that only hands on what a part of it gave is left out. Waits for the device.
+        """
+        return tuple(worst_first(pair for m in self.sampled() for pair in m.shares)[:LISTED])
+
+
+class _Begins:
+    """The hook that stays on a model. Holds what it tells weakly; a copy, by deepcopy or pickle, tells nobody."""
+
+    def __init__(self, watched: _Watched | None = None) -> None:
+        self._watched = ref(watched) if watched is not None else None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        watched = self._watched() if self._watched is not None else None
+        if watched is not None:
+            watched.begin(module)
+
+    def __reduce__(self) -> tuple[type[_Begins], tuple[()]]:
+        return _Begins, ()
+
+
+class _Watched:
+    """One model: how often it was called, and what was measured last."""
+
+    def __init__(self, model: nn.Module, sampler: Sampler) -> None:
+        self.model, self.sampler = ref(model), ref(sampler)
+        self.calls = 0
+        self.sampled_at, self.again = 0, False  # the number of the step; whether the next call is to be sampled in any case
+        self.last: Magnitudes | None = None
+        self._handles: list[Any] = []
+        self._found: dict[tuple[str, float], Tensor] = {}
+        self._seen: dict[int, tuple[ref[Tensor], int]] = {}  # outputs measured in this call, with their versions
+
+    def begin(self, model: nn.Module) -> None:
+        """A forward pass begins: put hooks on all parts if it is one to be looked at."""
+        if model is self.model():
+            self._leave()  # of a call that was broken off
+        if model is not self.model() or not model.training or not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None:
+            return
+        if torch._C._current_graph_task_id() != -1:  # computed again in a backward pass
+            return
+        if not self._is_due():
+            return
+        self._handles = [part.register_forward_hook(partial(self._measure, name)) for name, part in _eager_parts(model)]
+        self._handles.append(model.register_forward_hook(self._end))
+
+    def _is_due(self) -> bool:
+        sampler = self.sampler()
+        if sampler is None:
+            return False
+        self.calls += 1
+        if sampler.number is None:
+            return self.calls == 1 or self.calls % sampler.every == 0
+        step = sampler.number()
+        due = self.again or (step != self.sampled_at and (step == 1 or step % sampler.every == 0))
+        if due:
+            self.sampled_at, self.again = step, False
+        return due
+
+    def _measure(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """A part has given its output."""
+        if torch.compiler.is_compiling():
+            return
+        for t in _tensors(output):
+            limit = _LIMITS.get(t.dtype)
+            if limit is None or not _is_plain(t):
+                continue
+            known = self._seen.get(id(t))
+            if known is not None and known[0]() is t and known[1] == t._version:
+                continue  # that of a part of this module, handed on
+            self._seen[id(t)] = ref(t), t._version
+            value, before = _largest(t), self._found.get((name, limit))
+            self._found[name, limit] = value if before is None else torch.maximum(before, value.to(before.device))
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward pass is over. After one that an error has ended, the next call takes the hooks off."""
+        found = self._found
+        if found:
+            with _apart():
+                device = next(iter(found.values())).device
+                values = torch.stack([v.to(device) for v in found.values()])
+            self.last = Magnitudes(tuple(name for name, _ in found), values, tuple(limit for _, limit in found))
+        self._leave()
+
+    def _leave(self) -> None:
+        handles, self._handles, self._found, self._seen = self._handles, [], {}, {}
+        for handle in handles:
+            handle.remove()
+
+
+def _eager_parts(module: nn.Module, name: str = "", known: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """The module and its submodules, each once, innermost first. Not what torch has compiled, nor its parts: hooks would change the graphs."""
+    known = set() if known is None else known
+    compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    if compiled or id(module) in known:
+        return
+    known.add(id(module))
+    for child, part in module._modules.items():
+        if part is not None:
+            yield from _eager_parts(part, f"{name}.{child}" if name else child, known)
+    yield name, module
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an output: itself, or in containers and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from _tensors(getattr(value, f.name, None))
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a tensor has numbers that can be looked at here: not a subclass, meta, sparse, or inside vmap and its like."""
+    own = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_meta and t.numel() > 0
+    return own and not t.is_inference() and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def _largest(t: Tensor) -> Tensor:
+    """The largest magnitude in a tensor, a scalar in fp32."""
+    with _apart():
+        low, high = torch.aminmax(t.detach())
+        return torch.maximum(-low, high).float()
+
+
+class _apart:  # noqa: N801  used like a function
+    """Measuring is no part of the forward pass: unseen by autograd and by modes (autocast, selective checkpointing, tracers)."""
+
+    def __enter__(self) -> None:
+        self._open = (torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction())
+        for block in self._open:
+            block.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for block in reversed(self._open):
+            block.__exit__(*error)

@@ -1,0 +1,4 @@
+"""Questions that can be asked of a model: what is wrong with this batch, what may go wrong with this model."""
+
+from halfstep.diagnostics.scan import scan as scan
+from halfstep.diagnostics.trace import trace as trace

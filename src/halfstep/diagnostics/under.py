@@ -1,0 +1,88 @@
+"""A model under a precision for the length of a look at it, and afterwards exactly what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.amp import bind, bound_policy
+from halfstep.errors import ConfigError
+from halfstep.hardware import probe
+from halfstep.optim import master_of
+from halfstep.policy import Policy, from_flags, resolve
+from halfstep.tracing.findings import HALF
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model stands: the device of its first weight or buffer, the CPU when it has none."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+@contextmanager
+def under(model: nn.Module, precision: str | Policy | None) -> Iterator[Policy | None]:
+    """The block in which `model` runs under `precision`, or as it is when that is None. Gives the policy that holds inside, None for none.
+
+    Weights and buffers have their memory, bits and dtypes back at its end. Memory: a copy of them under precisions that hold weights in 16 bits, and
+    for models that were loaded so. Raises ConfigError when the model is bound to another policy, PolicyError for a precision that cannot work.
+    """
+    already = bound_policy(model)
+    if precision is None:
+        yield already
+        return
+    device = device_of(model)
+    policy = resolve(from_flags(precision=precision), probe(device)).policy
+    if already is not None:
+        if already != policy:
+            raise ConfigError(
+                f"the model is bound to {already}, and precision={str(policy)!r} was asked for", "Leave precision= out, or pass a copy."
+            )
+        yield already
+        return
+    if any(master_of(p) is not None for p in model.parameters()):
+        raise ConfigError(
+            f"weights of this {type(model).__name__} have masters beside them already, and precision={str(policy)!r} would make its own",
+            "Leave precision= out: the model is then looked at as it is.",
+        )
+    floats = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and not torch.nn.parameter.is_lazy(t)]
+    narrow = policy.is_lean or policy.whole or any(t.dtype in HALF for t in floats)
+    before = [_Before(t) for t in floats] if narrow else []
+    try:
+        binding = bind(model, policy, device)
+        try:
+            yield policy
+        finally:
+            binding.remove()
+    finally:
+        for known in before:
+            known.put_back()
+
+
+class _Before:
+    """One weight or buffer as it was. Its gradient is taken away for as long, since it would be cast with it."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.tensor, self.memory, self.values = t, t.data, t.detach().clone()
+        self.leaf = t.requires_grad and t.is_leaf
+        self.takes: Any = t.grad_dtype if self.leaf else None
+        self.gradient, t.grad = t.grad, None
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        t = self.tensor
+        t.grad = None
+        if t.data_ptr() != self.memory.data_ptr() or t.dtype != self.memory.dtype:
+            t.data = self.memory
+        if self.leaf and t.grad_dtype != self.takes:
+            t.grad_dtype = self.takes
+        if not torch.equal(_bits(t.detach()), _bits(self.values)):
+            t.detach().copy_(self.values)
+        t.grad = self.gradient
+
+
+def _bits(t: Tensor) -> Tensor:
+    """The memory of a dense tensor, to be compared where there are NaNs."""
+    return t.reshape(-1).view(torch.uint8)

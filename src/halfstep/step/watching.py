@@ -1,0 +1,258 @@
+"""What comes close to a limit: measured on the device as steps go by, read to the host when somebody asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from halfstep.numerics import FORMATS
+from halfstep.step.marks import parameters
+
+if TYPE_CHECKING:
+    from halfstep.step.state import StepState
+    from halfstep.step.verdict import Evidence
+
+EVERY = 100  # steps between two samples of what is not measured anyway
+CLOSE = 0.5  # share of a format's limit from which on a number is close to it
+LISTED, TOLD = 8, 3  # modules in `Watch.outputs`, names in the line on the terminal
+FP16_LIMIT = FORMATS["fp16"].largest
+_FORMAT_OF = {f.largest: f.name for f in FORMATS.values() if f.dtype is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class Magnitudes:
+    """The largest magnitude of each of some tensors, measured together in one step.
+
+    values: fp32 [n], on the device until it is read. limits: for each the largest finite number of its format, inf where nothing limits it.
+    scale: what the tensors were multiplied by when they were measured (the loss scale). step: the number of the step.
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+    limits: tuple[float, ...]
+    scale: float = 1.0
+    step: int = 0
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The values on the host; the first reading waits for the device."""
+        return tuple(self.values.tolist())
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """(name, largest / limit), worst first. A name that was measured in several formats comes once, with its worst."""
+        return worst_first((name, value / limit) for name, value, limit in zip(self.names, self.numbers, self.limits, strict=True))
+
+
+def worst_first(found: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Pairs of a name and a number, largest number first, NaN before any; a name comes once."""
+    ranked = sorted(found, key=lambda pair: (not math.isnan(pair[1]), -pair[1]))
+    once: dict[str, float] = {}
+    for name, value in ranked:
+        once.setdefault(name, value)
+    return list(once.items())
+
+
+@dataclass(frozen=True)
+class Close:
+    """A number within a factor of 2 of the largest finite one of its format: of which tensor, and in which step."""
+
+    name: str
+    what: str
+    value: float
+    limit: float
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'} {self.what} {self.value:g} of {self.limit:g} (step {self.step})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Watch:
+    """What a run has come close to, as it was last measured up to this step. The first reading of a field waits for the device.
+
+    step: the number of this step among those applied, from 1 on. nonfinite: the parameters whose gradient was inf or NaN in this very step.
+    The rest is as of the last step that measured it: the gradients are measured wherever the step looks at their size anyway (halfstep's
+    optimizers on a CPU: always), and else, as the other fields, in the first step and in every 100-th.
+    gradients, modules, share, moved: the measurements, still on the device.
+    """
+
+    step: int
+    nonfinite: tuple[str, ...] = ()
+    gradients: Magnitudes | None = None
+    modules: tuple[Magnitudes, ...] = ()
+    share: Tensor | None = None
+    moved: Tensor | None = None
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """The largest magnitude in the gradient of each parameter, unscaled and not clipped, largest first; NaN before any number."""
+        g = self.gradients
+        return {} if g is None else dict(worst_first((name, value / g.scale) for name, value in zip(g.names, g.numbers, strict=True)))
+
+    @property
+    def underflow(self) -> float | None:
+        """The share of the non-zero gradients, as scaled, that fp16 holds with fewer bits than it has. None where they are not fp16's."""
+        return None if self.share is None else float(self.share)
+
+    @property
+    def stalled(self) -> float | None:
+        """The share of updates that left the stored weight (residual included) as it was, from at most 4096 elements of each parameter.
+
+        None before the 100-th step, and where no element had a gradient.
+        """
+        if self.moved is None:
+            return None
+        still, wanted = self.moved.tolist()
+        return still / wanted if wanted else None
+
+    @property
+    def outputs(self) -> tuple[tuple[str, float], ...]:
+        """(module, largest output / largest finite number of its format) in the last sampled forward pass: the 8 worst, worst first."""
+        return tuple(worst_first(pair for m in self.modules for pair in m.shares)[:LISTED])
+
+    @property
+    def near(self) -> tuple[str, ...]:
+        """The parameters whose scaled gradient, and the modules whose output, is within a factor of 2 of its format's limit; worst first.
+
+        An output that is inf is among them: where later operations hide it, the step is applied all the same. Gradients that are inf or NaN are not:
+        `nonfinite` and the culprits of a refused step have them.
+        """
+        return tuple(dict.fromkeys(c.name for c in self.close))
+
+    @property
+    def close(self) -> list[Close]:
+        """What `near` names, with the numbers."""
+        gradients = () if self.gradients is None else (("scaled gradient" if self.gradients.scale != 1.0 else "gradient", self.gradients),)
+        found = [
+            Close(name, what, value, limit, m.step)
+            for what, m in (*(("output", m) for m in self.modules), *gradients)
+            for name, value, limit in zip(m.names, m.numbers, m.limits, strict=True)
+            if value >= limit * CLOSE and (math.isfinite(value) or what == "output")
+        ]
+        return sorted(found, key=lambda c: -c.value / c.limit)
+
+    def __str__(self) -> str:
+        """One line when something is close to a limit, else nothing."""
+        close = self.close
+        if not close:
+            return ""
+        shown, formats = close[:TOLD], dict.fromkeys(f"{_FORMAT_OF[c.limit]}'s" for c in close[:TOLD])
+        more = f", and {len(close) - TOLD} more" if len(close) > TOLD else ""
+        return f"close to {' and '.join(formats)} limit: {', '.join(map(str, shown))}{more}"
+
+
+@dataclass
+class _Kept:
+    """The last measurements on the gradients of one optimizer, and the parameters that they are about."""
+
+    held: tuple[ref[Tensor], ...] = ()
+    known: Any = None  # the engine's table of names, and whether it scaled, when these were taken down
+    names: tuple[str, ...] = ()
+    limits: tuple[float, ...] = ()
+    gradients: Magnitudes | None = None
+    share: Tensor | None = None
+    moved: Tensor | None = None
+
+
+class Watching:
+    """Keeps the last measurements of an engine, by optimizer.
+
+    every: steps between two samples; 0 switches it off. before: steps of the run that this one goes on from. modules: gives the last measurements
+    on outputs of modules (`halfstep.amp.sampling.Sampler.sampled`).
+    """
+
+    def __init__(self, every: int = EVERY) -> None:
+        self.every, self.before = every, 0
+        self.modules: Callable[[], Sequence[Magnitudes]] = tuple
+        self._kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+        self._earlier: tuple[Magnitudes, ...] = ()  # outputs, of the run that this one goes on from
+        self._numbered: list[tuple[Magnitudes, Magnitudes]] = []  # outputs as they came, and with the number of the step
+
+    def number(self, applied: int) -> int:
+        """The number of the step that follows `applied` ones."""
+        return self.before + applied + 1
+
+    def wants(self, owner: Any, applied: int) -> bool:
+        """Whether the gradients of the step after `applied` ones are to be measured though nothing else needs it: the first, and every N-th."""
+        return self.every > 0 and (self._of(owner).gradients is None or self.is_due(self.number(applied)))
+
+    def is_due(self, number: int) -> bool:
+        """Whether the step of that number is sampled. It depends on nothing else, so a resumed run samples what an unbroken one does."""
+        return self.every > 0 and (number == 1 or number % self.every == 0)
+
+    def wants_updates(self, applied: int) -> bool:
+        """Whether the updates of that step are: not of the first, whose learning rate is 0 wherever it warms up."""
+        return self.every > 0 and self.number(applied) > 1 and self.number(applied) % self.every == 0
+
+    def note(self, state: StepState, owner: Any, evidence: Evidence) -> None:
+        """Keep what was measured on the gradients of `owner`. Nothing is read to the host."""
+        if not self.every or evidence.peaks is None:
+            return
+        kept = self._of(owner)
+        self._name(kept, state, [p for p in parameters(owner) if p.grad is not None])
+        kept.gradients = Magnitudes(kept.names, evidence.peaks, kept.limits, evidence.scale, self.number(state.record(owner).applied))
+        kept.share = evidence.share if evidence.share is not None else kept.share
+
+    def watch(self, owner: Any, applied: int, moved: Tensor | None = None) -> Watch | None:
+        """What is known in the step after `applied` ones; `moved`: [updates that changed nothing, all], where it was measured. None when off."""
+        if not self.every:
+            return None
+        kept, step = self._of(owner), self.number(applied)
+        kept.moved = moved if moved is not None else kept.moved
+        numbered = {id(m): n for m, n in self._numbered}
+        self._numbered = [(m, numbered[id(m)] if id(m) in numbered else replace(m, step=step)) for m in self.modules()]
+        modules = tuple(n for _, n in self._numbered) or self._earlier
+        return Watch(step, (), kept.gradients, modules, kept.share, kept.moved)
+
+    def plain(self, owners: Sequence[Any]) -> dict[str, Any]:
+        """The last measurements as plain values, for a checkpoint: those on the gradients of each optimizer in turn, and on the modules."""
+        kept = [self._of(owner) for owner in owners]
+        gradients = [{"gradients": _plain(k.gradients), "share": _number(k.share), "moved": _number(k.moved)} for k in kept]
+        return {"optimizers": gradients, "modules": [_plain(n) for _, n in self._numbered] or [_plain(m) for m in self._earlier]}
+
+    def take_over(self, saved: Mapping[str, Any], owners: Sequence[Any]) -> None:
+        """Go on from measurements that `plain` gave, for the same optimizers."""
+        for owner, one in zip(owners, saved["optimizers"], strict=True):
+            kept = self._of(owner)
+            kept.gradients = None if one["gradients"] is None else _measured(one["gradients"])
+            kept.share = None if one["share"] is None else torch.tensor(one["share"])
+            kept.moved = None if one["moved"] is None else torch.tensor(one["moved"])
+        self._numbered, self._earlier = [], tuple(map(_measured, saved["modules"]))
+
+    def _of(self, owner: Any) -> _Kept:
+        kept = self._kept.get(owner)
+        if kept is None:
+            kept = self._kept[owner] = _Kept()
+        return kept
+
+    def _name(self, kept: _Kept, state: StepState, held: list[Tensor]) -> None:
+        """Names and limits of these parameters, found once for all."""
+        names, scales = state.names, state.scaling.active
+        same = len(held) == len(kept.held) and all(r() is p for r, p in zip(kept.held, held, strict=True))
+        if same and kept.known is not None and kept.known[0] is names and kept.known[1] == scales:
+            return
+        kept.held, kept.known = tuple(ref(p) for p in held), (names, scales)
+        kept.names = tuple(state.called(p) for p in held)
+        kept.limits = tuple(FP16_LIMIT if scales or p.dtype == torch.float16 else math.inf for p in held)
+
+
+def _plain(m: Magnitudes | None) -> dict[str, Any] | None:
+    if m is None:
+        return None
+    return {"names": list(m.names), "values": list(m.numbers), "limits": list(m.limits), "scale": m.scale, "step": m.step}
+
+
+def _measured(saved: Mapping[str, Any]) -> Magnitudes:
+    return Magnitudes(tuple(saved["names"]), torch.tensor(saved["values"]), tuple(saved["limits"]), saved["scale"], saved["step"])
+
+
+def _number(t: Tensor | None) -> Any:
+    return None if t is None else t.tolist()
