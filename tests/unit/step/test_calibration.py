@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import StepResult
 from halfstep.amp import GradScaler, autocast
+from halfstep.amp.statistics import count_once
 
 LARGEST_FP16 = 65504.0
 
@@ -136,6 +137,8 @@ class Deep(nn.Module):
 def test_dropout_and_checkpoints_are_as_without_probing(reentrant: bool | None, start: float, watch: bool) -> None:
     def build() -> Built:
         model, x = Deep(reentrant), torch.randn(8, 4, requires_grad=True)
+        if watch:
+            count_once(model)  # as the scaler sees to it; torch alone would count a batch that is computed again twice
 
         def loss() -> Tensor:
             with autocast("cpu", torch.float16):
