@@ -96,9 +96,9 @@ def pins(model: nn.Module) -> tuple[Pin, ...]:
     return tuple(p.pin for p in _standing(model).values())
 
 
-def unpin(model: nn.Module, names: Iterable[str]) -> None:
-    """Let pinned parts of `model` run in 16 bits again. Raises ConfigError for one that is not pinned."""
-    for name in names:
+def unpin(model: nn.Module, names: str | Iterable[str]) -> None:
+    """Let pinned parts of `model` (one name, or several) run in 16 bits again. Raises ConfigError for one that is not pinned."""
+    for name in [names] if isinstance(names, str) else list(names):
         held = _standing(model)
         if name not in held:
             raise ConfigError(f"{name} is not pinned", f"Pinned are: {', '.join(held) or 'none'}.")

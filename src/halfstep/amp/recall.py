@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
@@ -48,7 +48,13 @@ class Call:
                 stack.enter_context(Applied(self.device, self.tables))
             stack.enter_context(_without_caches(model))
             seen = stack.enter_context(Locating(model))
-            model(*self.args, **(self.kwargs | ({"use_cache": False} if "use_cache" in self.kwargs else {})))
+            try:
+                model(*self.args, **(self.kwargs | ({"use_cache": False} if "use_cache" in self.kwargs else {})))
+            except RuntimeError:
+                if not seen.found:
+                    raise
+                # the fp32 output of a module did not suit the code after it (a model that its user cast to 16 bits): named, and not to be pinned
+                return model, [*seen.found[:-1], replace(seen.found[-1], heals=False)]
         return model, seen.found
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
+import halfstep
 from halfstep import StepResult, amp
 from halfstep.amp import GradScaler, pin, pins
 from halfstep.errors import DivergedError, StepRefusedError
@@ -318,3 +319,18 @@ def test_a_copied_scaler_heals_as_the_first_does(clone) -> None:
 def test_unknown_words_are_refused() -> None:
     with pytest.raises(ValueError, match="heal='pinn'"):
         GradScaler(heal="pinn")
+
+
+def test_a_model_that_its_user_cast_is_named_and_not_pinned() -> None:
+    """The fp32 output of a pinned module would not suit the 16-bit layer after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].weight.mul_(1000)
+        model[2].weight.mul_(1000)
+    model.half()
+    scaler = GradScaler(heal="pin", enabled=False)
+    scaler.watch(model)
+    optimizer = halfstep.optim.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    result = step(scaler, optimizer, lambda: model(torch.randn(4, 8).half()).float().mean())
+    assert (result.applied, result.pinned, result.culprits[0].name) == (False, (), "2")
