@@ -168,8 +168,7 @@ class GradScaler:
         """
         if getattr(optimizer, "takes_steps_itself", False):
             raise ConfigError("this optimizer was prepared by an accelerator, which scales and unscales by itself", "Call optimizer.step().")
-        if closure is None:
-            self._healer.recall.spend(optimizer)
+        self._healer.recall.spend(optimizer)
         result = self._engine.step(optimizer, closure, max_norm, stalled)
         if type(result) is StepResult and not result:
             self._sampler.again()
@@ -213,6 +212,8 @@ class GradScaler:
         they are run once more without a graph. Batch norms under activation checkpointing count each batch once.
         Memory: a copy of the buffers that change, and the inputs of the forward passes of a step.
         """
+        if not isinstance(item, nn.Module | Optimizer):
+            raise ConfigError(f"watch() was given a {type(item).__name__}", "Give it a model or an optimizer.")
         self._engine.know(item)
         if isinstance(item, nn.Module):
             count_once(item)

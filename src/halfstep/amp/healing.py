@@ -6,7 +6,7 @@ from torch import nn
 
 from halfstep.amp.locate import Blamed
 from halfstep.amp.pins import pin
-from halfstep.amp.recall import Recall
+from halfstep.amp.recall import InputsChanged, Recall
 from halfstep.step import Culprit, Explained
 
 
@@ -19,17 +19,28 @@ class Healer:
 
     def __init__(self) -> None:
         self.recall = Recall()
+        self._told: tuple[int, int, Explained] | None = None  # of which window, after how many forward passes, and what
 
     def watch(self, model: nn.Module) -> None:
         """Look into the forward passes of `model` too."""
         self.recall.watch(model)
 
     def explain(self, heal: bool, step: int) -> Explained:
-        """Whom the forward passes since the last step blame. heal: hold those modules in fp32, if that makes all outputs finite."""
-        if self.recall.is_empty:
+        """Whom the forward passes since the last step blame. heal: hold those modules in fp32, if that makes all outputs finite.
+
+        Several optimizers that step after one forward pass are told the same.
+        """
+        if self._told is None or self._told[0] != self.recall.window or self._told[1] != len(self.recall):
+            self._told = (self.recall.window, len(self.recall), self._look(heal, step))
+        return self._told[2]
+
+    def _look(self, heal: bool, step: int) -> Explained:
+        if not len(self.recall):
             return Explained(detail="" if self.recall.watches else "scaler.watch(model) before training lets the module be named")
         try:
             found = self.recall.blame()
+        except InputsChanged as answer:
+            return Explained(detail=f"the forward pass could not be run again to name the module: {answer}")
         except Exception as error:  # noqa: BLE001  the user's forward method may refuse a second run; that is said, and the step is refused as ever
             return Explained(detail=f"the forward pass could not be run again to name the module: {type(error).__name__}: {error}")
         if not found:

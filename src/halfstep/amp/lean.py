@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from halfstep.amp.discovery import owned
 from halfstep.amp.ops import HALF
 from halfstep.errors import ConfigError, PolicyError, suggest
+from halfstep.numerics import table_loss
 from halfstep.optim import Master, attach, detach, dtype_name, full_values, master_of
 from halfstep.optim.masters import LARGEST_FP16
 from halfstep.policy import Policy, select
@@ -28,7 +29,6 @@ LAYOUT = "halfstep_layout"  # the attribute of a bound module
 WIDE = (torch.float32, *HALF)
 # The statistics of these are sums over the whole run, and torch wants their weights in the same format. Their inputs may be 16-bit.
 FP32_MODULES = (nn.modules.batchnorm._NormBase,)
-FP32_BUFFERS = ("inv_freq", "original_inv_freq")  # of rotary embeddings: multiplied by positions, which bf16 cannot count beyond 256
 
 
 class Layout:
@@ -286,7 +286,7 @@ def _bring_up(module: nn.Module, made: Layout, count: int) -> None:
 
 
 def _make_whole(module: nn.Module, made: Layout, held: Collection[str]) -> None:
-    """Every weight and buffer in 16 bits, but for modules held in fp32 and those that keep running statistics."""
+    """Every weight and buffer in 16 bits, but for modules held in fp32, those that keep running statistics, and tables that 16 bits would spoil."""
     policy, wide = made.policy, dict[int, str]()
     for name, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, FP32_MODULES) or any(name == h or name.startswith(f"{h}.") for h in held):
@@ -301,7 +301,7 @@ def _make_whole(module: nn.Module, made: Layout, held: Collection[str]) -> None:
                 f"Hold both: add |{name} to fp32=.",
             )
     for name, t in _floating(module, made.apart).items():
-        if id(t) in wide or (not isinstance(t, nn.Parameter) and name.rpartition(".")[2] in FP32_BUFFERS):
+        if id(t) in wide or (not isinstance(t, nn.Parameter) and _is_table(name.rpartition(".")[2], t, policy.dtype)):
             _widen(t)
         elif not isinstance(t, nn.Parameter) or not t.requires_grad:
             _cast(t, policy.dtype)
@@ -315,6 +315,13 @@ def _make_whole(module: nn.Module, made: Layout, held: Collection[str]) -> None:
                 _widen(t)
             made.keep(module, name)
     made.settled = True
+
+
+def _is_table(own: str, buffer: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a buffer is a table that `dtype` would spoil: frequencies of rotary embeddings, positions, schedules, sines. One loaded in 16 bits is
+    kept as wide too, if it is of frequencies: what is computed of them is in fp32 then.
+    """
+    return own.endswith("inv_freq") or table_loss(own, buffer.to(dtype)) is not None
 
 
 # --- what is loaded into 16-bit weights: torch copies into the 16 bits, and the rest of an fp32 value belongs into the master ---------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,8 @@ class Blamed:
 
     module: its path in the model, "" for the model's own forward method outside of its submodules. heals: in fp32 its outputs are finite.
     dtype: that of the non-finite output. given: the largest magnitude of its inputs. reach: that of its outputs in fp32, as far as they are finite.
-    cause: "overflow" (finite in fp32), "nonfinite" (not there either), "weights" (it has non-finite ones), "data" (the model was given such inputs).
+    cause: "overflow" (finite in fp32), "nonfinite" (not there either), "weights" (it has non-finite ones), "data" (the model was given such inputs,
+        and fp32 does not help).
     value: NaN if an output is that, else inf. argument: for "data", the name of the input.
     """
 
@@ -67,8 +68,10 @@ class Locating:
         self.found: list[Blamed] = []
         self._stack = ExitStack()
         self._busy = False
+        self._given: tuple[Any, Any] = ((), {})  # the inputs of the model
 
     def __enter__(self) -> Locating:
+        self._stack.callback(self.model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         for name, part in self.model.named_modules():
             handle = part.register_forward_hook(self._hook(name), with_kwargs=True)
             self._stack.callback(handle.remove)
@@ -76,6 +79,9 @@ class Locating:
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._given = (args, kwargs)
 
     @property
     def hopeless(self) -> bool:
@@ -104,9 +110,10 @@ class Locating:
         bad = next(t for t in gave if not _finite(t))
         value = math.inf if all(map(_no_nan, gave)) else math.nan
         blame = functools.partial(Blamed, module=name, kind=type(part).__name__, dtype=self._computed_in(part, bad), value=value)
+        argument = _argument(self.model, *self._given)
         if not all(map(_usable, given)):
             if part is self.model:
-                self.found.append(blame(cause="data", heals=False, argument=_argument(part, args, kwargs)))
+                self.found.append(blame(cause="data", heals=False, module="", argument=argument))
             return None  # it was handed on, from outside of any module
         if not (all(map(_finite, floats([*part.parameters()]))) and all(map(_usable, floats([*part.buffers()])))):
             self.found.append(blame(cause="weights", heals=False))
@@ -117,16 +124,27 @@ class Locating:
         if all(map(_usable, gave)) and all(map(_usable, new)) and _same_masks(gave, new):
             return None  # a mask: the same -inf in fp32
         heals = all(map(_usable, new))
+        if not heals and argument:
+            self.found.append(blame(cause="data", heals=False, module="", kind=type(self.model).__name__, argument=argument))
+            return None
         known, reach = (max(map(_reach, some), default=0.0) for some in (given, new))
         self.found.append(blame(cause="overflow" if heals else "nonfinite", heals=heals, given=known, reach=reach))
         return wide if heals else None
 
 
 def _argument(model: nn.Module, args: Any, kwargs: Any) -> str:
-    """The name of the first argument that is not finite."""
+    """The name of the first argument that holds NaN or inf and is no mask; "" when there is none."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     named = [(names[i] if i < len(names) else str(i), value) for i, value in enumerate(args)]
-    return next((name for name, value in (*named, *kwargs.items()) if not all(map(_usable, floats(value)))), "")
+    return next((name for name, value in (*named, *kwargs.items()) if not all(map(_is_data, floats(value)))), "")
+
+
+def _is_data(t: Tensor) -> bool:
+    """Whether a tensor is finite, or a mask: -inf beside at most one other value."""
+    with torch._C.DisableTorchFunction():
+        values = t.detach()
+        finite = values[torch.isfinite(values)]
+        return finite.numel() == values.numel() or (_usable(values) and bool((finite == finite[:1]).all()))
 
 
 def _same_masks(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -134,19 +152,23 @@ def _same_masks(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(torch.equal(a == -math.inf, b == -math.inf) for a, b in zip(some, others, strict=True))
 
 
-def floats(value: Any) -> Iterator[Tensor]:
-    """The floating tensors in a value: in lists, tuples, mappings and records."""
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value: in lists, tuples, mappings and records."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            yield value
-    elif isinstance(value, dict):
+        yield value
+    elif isinstance(value, Mapping):
         for item in value.values():
-            yield from floats(item)
+            yield from tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from floats(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from floats(vars(value))
+            yield from tensors(item)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        yield from tensors(vars(value))
+
+
+def floats(value: Any) -> Iterator[Tensor]:
+    """Those of them that are floating, and not empty."""
+    return (t for t in tensors(value) if t.is_floating_point() and t.numel())
 
 
 def _finite(t: Tensor) -> bool:

@@ -41,6 +41,9 @@ class Pinned:
         held = _standing(self.model)
         for other in reversed(held.values()):  # pins may stand inside of each other: all are taken off, and the others put on again
             _undo(other.changed)
+            hooks = other.changed[0][0]._forward_hooks
+            for key in [key for key, hook in hooks.items() if hook is _is_called]:
+                del hooks[key]
         self.model.__dict__.pop(PINS, None)
         for other in held.values():
             if other.pin.module != self.pin.module:
@@ -49,6 +52,10 @@ class Pinned:
     def again(self) -> Pinned:
         """Pin the same part again, after this was removed."""
         return pin(self.model, self.pin.module, self.pin.why, self.pin.step)
+
+
+def _is_called(part: nn.Module, args: Any, output: Any) -> None:
+    """A hook that does nothing: where a part has one, torch's fused transformer layers call their parts instead of reading their weights."""
 
 
 def _standing(model: nn.Module) -> dict[str, Pinned]:
@@ -69,12 +76,18 @@ def pin(model: nn.Module, name: str, why: str = "", step: int | None = None) -> 
     policy or not; plain `torch.autocast` around it is switched off inside too. Memory: nothing per parameter; while the part runs, an fp32 copy of
     its 16-bit weights, kept for its backward pass.
 
+    In a model that you cast to 16 bits yourself the code after the part must take fp32: a residual sum does, a 16-bit layer does not. Bind such a
+    model to a `*-true` policy, whose layers cast their inputs.
+
     why, step: kept with the pin and told by `pins(model)`. Raises ConfigError for a name that the model does not have, for the model itself, for a
     container that is never called, and for a part that is pinned already.
     """
+    if not isinstance(model, nn.Module) or not isinstance(name, str):
+        raise ConfigError(f"pin was given a {type(model).__name__} and a {type(name).__name__}", "Give it an nn.Module and the name of a part of it.")
     names = dict(model.named_modules())
     if name == "" or name not in names:
-        remedy = "Use an fp32 precision for the whole model." if name == "" else suggest(name, [n for n in names if n])
+        known = [n for n in names if n]
+        remedy = "Use an fp32 precision for the whole model." if name == "" else suggest(name, known) if known else "It has none at all."
         raise ConfigError("the whole model cannot be pinned" if name == "" else f"the model has no module {name!r} to pin", remedy)
     part, held = names[name], _standing(model)
     if name in held:
@@ -86,6 +99,7 @@ def pin(model: nn.Module, name: str, why: str = "", step: int | None = None) -> 
         raise ConfigError(f"{name} is never called: nn.MultiheadAttention reads its weights", "Pin the attention module itself.")
     inside = [p.changed[0][0] for n, p in held.items() if n.startswith(f"{name}.")]  # parts of it that are pinned keep their own
     changed = _change_all(part, inside)
+    part.register_forward_hook(_is_called)
     made = Pinned(model, Pin(name, why, step), changed)
     model.__dict__[PINS] = held | {name: made}
     return made

@@ -12,8 +12,9 @@ from weakref import WeakSet, finalize, ref
 import torch
 from torch import nn
 
-from halfstep.amp.locate import Blamed, Locating
+from halfstep.amp.locate import Blamed, Locating, tensors
 from halfstep.amp.mode import Applied, Switched, Tables, current
+from halfstep.amp.rehearsal import Rehearsal
 
 AT_MOST = 64  # forward passes that are remembered; a window of more is looked at from its newest
 
@@ -30,15 +31,20 @@ class Call:
     device: str
     autocast: tuple[bool, torch.dtype]
     tables: Tables | None
+    versions: tuple[int, ...]  # of the tensors among the inputs
 
     def again(self) -> tuple[nn.Module | None, list[Blamed]]:
-        """Run it again without a graph; whom it blames. Random states are left as they are now."""
+        """Run it again without a graph; whom it blames. What it changes (buffers, attributes, random states) is put back.
+
+        Raises InputsChanged when the inputs were written to since.
+        """
         model = self.model()
         if model is None:
             return None, []
-        devices = [torch.cuda.current_device()] if self.cuda is not None else []
+        if self.versions != versions(self.args, self.kwargs):
+            raise InputsChanged("its inputs were changed in place since")
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(Rehearsal([model], (self.args, self.kwargs)))
             torch.set_rng_state(self.random)
             if self.cuda is not None:
                 torch.cuda.set_rng_state(self.cuda)
@@ -56,6 +62,15 @@ class Call:
                 # the fp32 output of a module did not suit the code after it (a model that its user cast to 16 bits): named, and not to be pinned
                 return model, [*seen.found[:-1], replace(seen.found[-1], heals=False)]
         return model, seen.found
+
+
+class InputsChanged(Exception):  # noqa: N818  an answer of `again`, not a fault
+    """A forward pass cannot be run again as it was."""
+
+
+def versions(*values: Any) -> tuple[int, ...]:
+    """How often each of the tensors in some values was written to."""
+    return tuple(t._version for t in tensors(values) if not t.is_inference())
 
 
 @contextmanager
@@ -78,7 +93,8 @@ class _Listener:
     def __init__(self, recall: Recall | None = None) -> None:
         self._recall = ref(recall) if recall is not None else None
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # a hook whose maker was collected while a rehearsal was open may come back with it, and without its keyword arguments; it tells nobody
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         recall = self._recall() if self._recall is not None else None
@@ -97,6 +113,7 @@ class Recall:
         self._calls: deque[Call] = deque(maxlen=AT_MOST)
         self._spent: set[int] = set()  # ids of the optimizers that have stepped since the last forward pass
         self._silent = False
+        self.window = 0  # number of the step that the calls belong to
 
     def watch(self, model: nn.Module) -> None:
         """Remember the calls of `model` from now on. Watching twice does no harm."""
@@ -118,13 +135,15 @@ class Recall:
         mode = current(device)
         cuda = torch.cuda.get_rng_state() if device == "cuda" else None
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        self._calls.append(Call(ref(model), args, kwargs, torch.get_rng_state(), cuda, device, autocast, mode.tables if mode is not None else None))
+        tables = mode.tables if mode is not None else None
+        self._calls.append(Call(ref(model), args, kwargs, torch.get_rng_state(), cuda, device, autocast, tables, versions(args, kwargs)))
 
     def begin(self) -> None:
         """A forward pass or a loss begins another step, if one was taken since the last: what is remembered has nothing to do with it."""
         if self._spent:
             self._calls.clear()
             self._spent.clear()
+            self.window += 1
 
     def spend(self, optimizer: object) -> None:
         """A step of `optimizer` begins. Several optimizers may step after one forward pass; the same one twice has come from another."""
@@ -146,10 +165,9 @@ class Recall:
         """Whether there are models whose calls are remembered."""
         return bool(self._models)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to run again."""
-        return not self._calls
+    def __len__(self) -> int:
+        """How many forward passes can be run again."""
+        return len(self._calls)
 
     def blame(self) -> list[tuple[nn.Module, Blamed]]:
         """Run the forward passes of this step again and tell whom they blame, each module once; to the first pass that fp32 does not help."""

@@ -54,8 +54,8 @@ def trace(
     batch: a mapping goes to model(**batch), a tuple or list to model(*batch), anything else to model(batch).
     loss: f(outputs) or f(outputs, batch) gives the scalar loss. Default: the outputs if they are one number, or their `loss`; without one there is
         no backward pass.
-    call: a function of no arguments that runs your own forward pass and returns the loss or None, in the place of batch and loss. It may be run
-        several times, and must do the same each time.
+    call: a function of no arguments that runs your own forward pass and returns the loss or None, in the place of batch and loss. It may run the
+        backward pass too. It may be run several times, and must do the same each time.
     precision: text or Policy that the model is bound to for this call; default: as the model is.
     optimizer: tells whether 16-bit weights have masters.
     scale: loss scale of the backward pass. Default: 1; under a precision with loss scaling the largest of 65536, 4096, 256, 16, 1 that the backward
@@ -90,6 +90,9 @@ def _check(model: nn.Module, batch: Any, call: Call | None, loss: Any, scale: fl
             f"trace was given {'both batch and call' if call is not None else 'neither batch nor call'}",
             "Pass the batch that fails, or call=f that runs your own forward pass and returns the loss.",
         )
+    for name, given in (("call", call), ("loss", loss)):
+        if given is not None and not callable(given):
+            raise ConfigError(f"{name}={given!r} is no function", "Pass one that gives the loss.")
     if call is not None and loss is not None:
         raise ConfigError("loss= has no effect beside call=, which returns the loss", "Leave it out.")
     if scale is not None and not scale > 0:
@@ -131,7 +134,8 @@ class _Run:
                     outputs, result = self._forward()
                     ends = [result] if result is not None else [*named(outputs).values()]
                     bad_forward = births.blame(ends)
-                    if result is not None and result.requires_grad:
+                    went_back = self.call is not None and any(p.grad is not None for p in self.model.parameters())
+                    if result is not None and result.requires_grad and not went_back:
                         bad_backward = births.blame(self._backward(result, scale))
                     if self.call is not None:
                         own = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -28,5 +28,9 @@ from halfstep.numerics.residual import split as split
 from halfstep.numerics.rounding import cast as cast
 from halfstep.numerics.rounding import nearest as nearest
 from halfstep.numerics.rounding import stochastic as stochastic
+from halfstep.numerics.tables import COUNTS as COUNTS
+from halfstep.numerics.tables import TableLoss as TableLoss
+from halfstep.numerics.tables import different as different
+from halfstep.numerics.tables import table_loss as table_loss
 from halfstep.numerics.updates import adamw_ as adamw_
 from halfstep.numerics.updates import adamw_scalars as adamw_scalars

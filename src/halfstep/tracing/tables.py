@@ -8,14 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from halfstep.numerics import FORMATS
+from halfstep.numerics import COUNTS, FORMATS, different, table_loss
 from halfstep.tracing.findings import HALF, Finding, Place, number, range_of, short
 from halfstep.tracing.observe import Event
 from halfstep.tracing.tags import Collected
 
-COUNTS = {torch.float16: 2048, torch.bfloat16: 256}  # every integer up to here is a number of the format
-_LOADED = "Keep it in fp32: build it after the cast, or exclude it from the cast (halfstep keeps buffers named inv_freq in fp32)."
-_FEWEST = 16  # distinct values of a table; less is a mask or a flag
+_LOADED = "Keep it in fp32: build it after the cast, or exclude it from the cast (halfstep's own *-true precisions keep such buffers in fp32)."
 _ANGLE = 0.25  # radians between neighbouring arguments from which on sines mean nothing
 _MIXED = ("add", "sub", "rsub", "mul", "div")  # ops that cast an integer operand themselves
 
@@ -92,7 +90,7 @@ class Tables:
             return
         values = torch.unique(given)
         after = values.to(dtype)
-        changed, left = int((after.to(torch.float64) != values.to(torch.float64)).sum()), _different(after)
+        changed, left = int((after.to(torch.float64) != values.to(torch.float64)).sum()), different(after)
         if not changed or (collide and (left == values.numel() or not bool(values.isfinite().all()))):
             return
         lost = f"{values.numel()} different values become {left}" if left < values.numel() else f"{changed} of {values.numel()} values change"
@@ -100,7 +98,7 @@ class Tables:
         self._report(event, what, "Keep positions, timesteps and ids in integers or fp32, and cast what is computed of them.")
 
     def _ranged(self, event: Event, made: Tensor) -> None:
-        left = _different(made)
+        left = different(made)
         if left < made.numel():
             what = f"a range of {made.numel()} numbers is made in {short(made.dtype)} and has only {left} different ones"
             self._report(event, what, "Make the range in integers or fp32, and cast what is computed of it.")
@@ -125,38 +123,18 @@ class Tables:
 
 
 def table_fault(name: str, t: Tensor) -> str:
-    """What is wrong with a table: a fixed tensor `t` whose own name is `name`; "" when it is none, or has lost nothing that shows.
-
-    Frequencies (by name, or a geometric sequence) are lost in any 16-bit format, and fp32 ones are when all their values are 16-bit numbers.
-    Positions and schedules are when neighbours have become one, tables of sines when rows next to each other have.
-    """
-    if t.dtype not in (*HALF, torch.float32) or t.is_meta or t.layout != torch.strided or t.numel() < 4:
+    """What is wrong with a fixed tensor `t` whose own name is `name`, in words; "" when it is no table, or has lost nothing that shows."""
+    lost = table_loss(name, t)
+    if lost is None:
         return ""
-    flat = t.detach().reshape(-1).float() if t.dim() == 1 or t.numel() == max(t.shape) else None
-    if flat is not None and bool(flat.isfinite().all()) and _is_frequencies(name, flat) and not bool(_is_power(flat).all()):
-        if t.dtype in HALF:
-            return (
-                f"{name}, a table of {flat.numel()} frequencies, is held in {short(t.dtype)}: times a position of 1000 they are off by up to "
-                f"{number(1000 * float(flat[~_is_power(flat)].max()) * FORMATS[short(t.dtype)].epsilon / 2)} radians"
-            )
-        for dtype in (torch.bfloat16, torch.float16):
-            if bool((flat.to(dtype).float() == flat).all()):
-                return f"{name}, a table of {flat.numel()} frequencies, is fp32 and was rounded to {short(dtype)} before: the digits are lost"
-        return ""
-    if t.dtype not in HALF:
-        return ""
-    if flat is not None:
-        steps = flat.diff()
-        same = int((steps == 0).sum())
-        if flat.numel() >= 64 and bool(((steps >= 0).all()) | ((steps <= 0).all())) and _different(flat) >= _FEWEST and same * 20 >= flat.numel():
-            return f"{name}, a table of {flat.numel()} steps, is held in {short(t.dtype)} and has only {flat.numel() - same} different ones"
-        return ""
-    if t.dim() >= 2 and t.shape[-1] >= 4 and t.numel() // t.shape[-1] > COUNTS[torch.bfloat16] and bool((t.abs() <= 1).all()):
-        rows = t.detach().reshape(-1, t.shape[-1])
-        same = int((rows[1:] == rows[:-1]).all(-1).sum())
-        if same * 8 >= rows.shape[0] and _different(rows[: 4 * COUNTS[torch.bfloat16]]) >= _FEWEST:
-            return f"{name}, a table of {rows.shape[0]} rows, is held in {short(t.dtype)}, and {same} rows equal the one before"
-    return ""
+    if lost.kind == "frequencies":
+        off = f"times a position of 1000 they are off by up to {number(lost.off)} radians"
+        return f"{name}, a table of {lost.size} frequencies, is held in {lost.form}: {off}"
+    if lost.kind == "rounded":
+        return f"{name}, a table of {lost.size} frequencies, is fp32 and was rounded to {lost.form} before: the digits are lost"
+    if lost.kind == "steps":
+        return f"{name}, a table of {lost.size} steps, is held in {lost.form} and has only {lost.size - lost.same} different ones"
+    return f"{name}, a table of {lost.size} rows, is held in {lost.form}, and {lost.same} rows equal the one before"
 
 
 def _fixed(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -166,27 +144,5 @@ def _fixed(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield own, t
 
 
-def _different(t: Tensor) -> int:
-    """How many different values a tensor has."""
-    return int(torch.unique(t).numel())
-
-
 def _is_integer(t: Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
-
-
-def _is_frequencies(name: str, flat: Tensor) -> bool:
-    """Whether positive values fall (or rise) as frequencies do: by name, or in equal ratios over at least two decades."""
-    if not bool((flat > 0).all()) or flat.numel() < 4:
-        return False
-    logs = flat.log()
-    span = float(logs[-1] - logs[0])
-    if "freq" in name.lower() and abs(span) > 1:
-        return True
-    line = logs[0] + (logs[-1] - logs[0]) * torch.linspace(0, 1, flat.numel(), device=flat.device)
-    return abs(span) >= math.log(100) and float((logs - line).abs().amax()) <= 0.02
-
-
-def _is_power(flat: Tensor) -> Tensor:
-    """Which values are powers of two, that every format has."""
-    return torch.frexp(flat).mantissa.abs() == 0.5

@@ -94,7 +94,8 @@ class TrainingArguments:
             step, or "raise" StepRefusedError.
         heal: what follows when a module's outputs do not fit 16 bits: "pin" holds it in fp32 from then on, runs the step again, and writes the
             module to rules.yaml; "skip" the step, naming the module; or "raise" StepRefusedError.
-        rules: a rules.yaml of an earlier run: its modules are held in fp32 from the start. Not given: that of output_dir, if there is one.
+        rules: a rules.yaml of an earlier run: its modules are held in fp32 from the start. Not given: with
+            heal="pin" that of output_dir, if there is one (overwrite_output_dir leaves it there; remove it to begin without).
         max_bad_steps: so many steps in a row that could not be applied end the run with DivergedError.
         use_cpu: train on the CPU although there is a GPU.
         disable_tqdm: no progress bar.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.step import StepResult
+from halfstep.step import Culprit, StepResult
 
 LossFunction = Callable[..., Tensor]
 
@@ -125,6 +126,15 @@ def record_of(result: StepResult) -> dict[str, Any]:
     """What the log says of a refused step: what was not finite, by name."""
     about = {"reason": result.reason, "culprits": [str(c) for c in result.culprits], "replays": result.replays}
     return about | {"loss": result.loss, "grad_norm": result.grad_norm, "scale": result.next_scale}
+
+
+def with_bad_inputs(result: StepResult, window: list[Any]) -> StepResult:
+    """The result of a step whose loss was not finite although nothing before it was, with the inputs that are not finite named first (labels)."""
+    if result or result.reason != "nonfinite-loss" or not result.culprits or result.culprits[0].name != "loss":
+        return result
+    bad = {k: v for batch in window for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point() and not bool(v.isfinite().all())}
+    named = tuple(Culprit(f"input {name}", "forward", math.nan if bool(v.isnan().any()) else math.inf) for name, v in bad.items())
+    return replace(result.settled(), culprits=(*named, *result.culprits)) if named else result
 
 
 def watched(result: StepResult | None) -> dict[str, Any]:

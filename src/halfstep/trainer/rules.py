@@ -23,11 +23,16 @@ def note_pins(folder: Path, model: nn.Module, names: tuple[str, ...]) -> dict[st
 
 
 def follow_rules(args: TrainingArguments, folder: Path, model: nn.Module) -> dict[str, Any]:
-    """Hold the modules in fp32 that the rules file of the arguments or of the run folder names; the record for the log, empty without any."""
+    """Hold the modules in fp32 that the rules file of the arguments names, or with heal="pin" that of the run folder, which then has them all.
+
+    Returns the record for the log, empty without any.
+    """
     path = Path(args.rules) if args.rules is not None else folder / RULES
-    if args.rules is None and not path.exists():
+    if args.rules is None and (args.heal != "pin" or not path.exists()):
         return {}
     held = apply_rules(path, model)
+    if held and args.rules is not None:
+        write_rules(folder, model)
     return {"pinned": held, "why": [f"{path} says so"] * len(held), "rules": str(path)} if held else {}
 
 
@@ -35,6 +40,7 @@ def write_rules(folder: Path, model: nn.Module) -> Path:
     """Write the pins of `model` to the rules file of a run folder, one entry each with its reason. Returns the file."""
     held = [{"module": p.module, "step": p.step, "why": p.why} for p in pins(model)]
     path = folder / RULES
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(HEADER + yaml.safe_dump({"fp32": held}, sort_keys=False))
     return path
 

@@ -18,7 +18,7 @@ from halfstep.accelerator import Accelerator, to_device
 from halfstep.checkpoint import capture, seed_everything
 from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedError, refuse_unknown
 from halfstep.step import StepResult
-from halfstep.trainer import evaluation
+from halfstep.trainer import evaluation, outputs
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.build import lengths, make_optimizer, make_scheduler, step_options
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
@@ -35,7 +35,6 @@ from halfstep.trainer.outputs import (
     loss_of,
     predictions_of,
     record_of,
-    watched,
 )
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
@@ -260,7 +259,7 @@ class Trainer:
         """One optimizer step over the micro-batches of a window."""
         self._event("on_step_begin")
         learning_rate = self.scheduler_in_use.get_last_lr()[0]
-        result = self._take_step(window)
+        result = outputs.with_bad_inputs(self._take_step(window), window)
         self.state.num_input_tokens_seen += sum(count_inputs(batch) for batch in window)
         self.state.replayed_steps += result.replays > 0
         self.state.last_grad_norm, self._last = result.grad_norm, result
@@ -341,13 +340,13 @@ class Trainer:
         mean, self._losses = self._losses.mean(), Losses()
         rate, scale = self.scheduler_in_use.get_last_lr()[0], self.accelerator.scaler.get_scale()
         record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
-        record |= watched(self._last) if self._last is not None else self.state.watched
+        record |= outputs.watched(self._last) if self._last is not None else self.state.watched
         self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _save(self) -> Path:
         self.state.loss_sum, self.state.loss_count = float(self._losses.sum), self._losses.count
         self.state.evaluation_due = self.control.should_evaluate
-        self.state.watched = watched(self._last) if self._last is not None else self.state.watched
+        self.state.watched = outputs.watched(self._last) if self._last is not None else self.state.watched
         about = {"arguments": settings_to_keep(self.args, self._loader)}
         folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}", about)
         self._saved_at = self.state.global_step

@@ -308,3 +308,31 @@ def test_true_refuses_what_it_cannot_hold() -> None:
     tied.head.weight = tied.table.weight
     with pytest.raises(PolicyError, match=r"head\.weight is tied to a weight of table, which fp32= holds in fp32.*\|head"):
         amp.bind(tied, parse("bf16-true,fp32=table"), CPU)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
+def test_tables_that_16_bits_would_spoil_stay_fp32_whatever_they_are_called(precision: str) -> None:
+    """Frequencies by name or value, positions that a bf16 cannot count, sines of which rows would become one; what 16 bits hold goes to 16 bits."""
+    tables = {
+        "sliding_attention_inv_freq": 10000.0 ** (-torch.arange(0, 16, 2) / 16),
+        "theta": 10000.0 ** (-torch.arange(0, 64, 2) / 64),
+        "betas": torch.linspace(1e-4, 2e-2, 1000).cumsum(0),
+    }
+    model = nn.Sequential(nn.Linear(4, 4))
+    for name, table in tables.items():
+        model.register_buffer(name, table.clone())
+    model.register_buffer("mask", (torch.arange(128.0) > 64).float())
+    amp.bind(model, parse(precision), CPU)
+    kept = {name for name, b in model.named_buffers() if b.dtype == torch.float32}
+    assert kept == {"sliding_attention_inv_freq", "theta"} | ({"betas"} if precision == "bf16-true" else set())
+    assert all(torch.equal(b, tables[name]) for name, b in model.named_buffers() if name in kept)
+
+
+def test_the_rotary_tables_of_gemma_3_stay_fp32() -> None:
+    transformers = pytest.importorskip("transformers", reason="its models need transformers: pip install 'halfstep[hf]'")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(vocab_size=96, **sizes))
+    before = {name: b.clone() for name, b in model.named_buffers() if "inv_freq" in name}
+    amp.bind(model, parse("fp16-true"), CPU)
+    assert before
+    assert all(torch.equal(model.get_buffer(name), b) for name, b in before.items())

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -301,3 +302,25 @@ def test_unpinning_what_is_not_pinned_is_refused() -> None:
     with pytest.raises(ConfigError, match="part"):
         unpin(model, ["a"])
     assert len(pins(model)) == 1
+
+
+@pytest.mark.parametrize(("model", "name"), [(None, "0"), (nn.Sequential(nn.Linear(2, 2)), 0), (nn.Linear(2, 2), "0")])
+def test_what_cannot_be_pinned_is_refused(model: Any, name: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pin(model, name)
+    assert caught.value.remedy
+
+
+def test_a_part_of_a_fused_transformer_layer_is_pinned_in_evaluation_too() -> None:
+    """torch's fused layer reads the weights of its parts and calls none of them, unless one has a hook."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    with torch.no_grad():
+        layer.linear1.weight.mul_(3e3)
+        layer.linear2.weight.mul_(3e3)
+    model, x = nn.Sequential(layer).eval(), torch.randn(2, 4, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        handle = pin(model, "0.linear2")
+        assert bool(model(x).isfinite().all())
+        handle.remove()
+        assert not layer.linear2._forward_hooks

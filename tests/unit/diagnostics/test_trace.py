@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import halfstep
 from halfstep.amp import bind, bound_policy
 from halfstep.diagnostics import trace
 from halfstep.diagnostics.ranking import ranked
@@ -374,3 +375,25 @@ def test_a_precision_that_cannot_work_leaves_the_model_as_it_was() -> None:
     with pytest.raises(PolicyError, match="has none"):
         trace(model, torch.ones(2, 4), precision="bf16-lean")
     assert sorted(model.__dict__) == before
+
+
+def test_a_call_may_run_its_own_backward_pass_and_return_the_loss() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), torch.randn(4, 8)
+
+    def call() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    assert halfstep.trace(model, call=call).findings == ()
+    assert all(p.grad is None for p in model.parameters())
+    x[0, 0] = float("nan")
+    assert halfstep.trace(model, call=call).first.fault == "data"
+
+
+@pytest.mark.parametrize("wrong", [{"call": 3}, {"batch": torch.ones(1, 8), "loss": "mse"}])
+def test_what_is_no_function_is_refused(wrong: dict) -> None:
+    with pytest.raises(halfstep.errors.ConfigError, match="is no function"):
+        halfstep.trace(torch.nn.Linear(8, 1), **wrong)

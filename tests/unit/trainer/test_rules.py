@@ -55,7 +55,9 @@ def test_a_run_follows_the_file_of_its_folder_or_the_one_it_is_told(tmp_path: Pa
     assert record["pinned"] == ["2"]
     told_record = follow_rules(arguments(tmp_path / "new", rules=tmp_path / "old" / RULES), tmp_path / "new", told)
     assert told_record["pinned"] == ["2"]
-    assert follow_rules(arguments(tmp_path / "new"), tmp_path / "new", neither) == {}
+    assert [rule["module"] for rule in yaml.safe_load((tmp_path / "new" / RULES).read_text())["fp32"]] == ["2"], "the next run there begins so too"
+    assert follow_rules(arguments(tmp_path / "other"), tmp_path / "other", neither) == {}
+    assert follow_rules(arguments(tmp_path / "old", heal="skip"), tmp_path / "old", neither) == {}, "which leaves the model as it is"
     assert [len(pins(m)) for m in (same_folder, told, neither)] == [1, 1, 0]
 
 

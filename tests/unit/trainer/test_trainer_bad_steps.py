@@ -207,3 +207,21 @@ def test_every_skip_is_said_on_the_terminal_and_many_are_said_less_often(tmp_pat
     assert "precision fp32 on cpu, fp32 weights, loss scale none" in screen.getvalue()
     assert "loss nan" in screen.getvalue()
     assert made.state.skipped_steps == 20
+
+
+def test_labels_that_are_not_finite_are_named_where_the_model_never_sees_them(tmp_path: Path) -> None:
+    class Predicts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).squeeze(-1)
+
+    samples = [{"x": torch.ones(2), "labels": torch.tensor(math.nan if i == 1 else 1.0)} for i in range(3)]
+    heard = Results()
+    settings = {"per_device_train_batch_size": 1, "max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    args = TrainingArguments(str(tmp_path / "run"), **settings)
+    mse = torch.nn.functional.mse_loss
+    InOrder(Predicts(), args, train_dataset=samples, compute_loss_func=mse, callbacks=[heard]).train()
+    assert [c.name for c in heard.skipped[0][0].culprits][:2] == ["input labels", "loss"]
