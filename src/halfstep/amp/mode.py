@@ -76,13 +76,19 @@ class Joins(Protocol):
 
 
 class Inside(threading.local):
-    """The policy of the bound module whose forward pass this thread is in, or None; and what is done there to weights kept in 16 bits."""
+    """Where this thread is. policy: of the bound module whose forward pass it is in, or None; joins: what is done there to weights kept in 16 bits.
 
-    policy: Any = None
-    joins: Joins | None = None
-    backward: int = -1  # number of the backward pass in which that forward pass is computed again, -1 for none
-    around: tuple[Any, Joins | None] = (None, None)  # the policy and joins around that forward pass
-    begun_under: Any = None  # the hooks on saved tensors that were there when it began: an activation checkpoint around it
+    backward: number of the backward pass in which that forward pass is computed again, -1 for none. around: policy and joins around it.
+    begun_under: the hooks on saved tensors that were there when it began: an activation checkpoint around it.
+    """
+
+    def __init__(self) -> None:
+        # attributes of the instance, set once for each thread: torch.compile guards on which of them are there
+        self.policy: Any = None
+        self.joins: Joins | None = None
+        self.backward = -1
+        self.around: tuple[Any, Joins | None] = (None, None)
+        self.begun_under: Any = None
 
 
 inside = Inside()

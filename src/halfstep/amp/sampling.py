@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import finalize, ref
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from halfstep.amp.locate import tensors
 from halfstep.errors import ConfigError
 from halfstep.numerics import FORMATS
 from halfstep.step.watching import EVERY, LISTED, Magnitudes, worst_first
@@ -126,7 +126,7 @@ class _Watched:
         """A part has given its output."""
         if torch.compiler.is_compiling():
             return
-        for t in _tensors(output):
+        for t in tensors(output):
             limit = _LIMITS.get(t.dtype)
             if limit is None or not _is_plain(t):
                 continue
@@ -164,21 +164,6 @@ def _eager_parts(module: nn.Module, name: str = "", known: set[int] | None = Non
         if part is not None:
             yield from _eager_parts(part, f"{name}.{child}" if name else child, known)
     yield name, module
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an output: itself, or in containers and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for f in fields(value):
-            yield from _tensors(getattr(value, f.name, None))
 
 
 def _is_plain(t: Tensor) -> bool:

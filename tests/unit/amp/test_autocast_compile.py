@@ -1,6 +1,7 @@
 """torch.compile sees the op policy: inside and outside the compiled function, and in a bound model."""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -193,3 +194,24 @@ def test_state_is_put_back_after_a_compiled_block() -> None:
 def test_torch_still_marks_constant_functions_as_halfstep_does() -> None:
     """`torch.compiler.assume_constant_result` would import a second's worth of compiler."""
     assert torch.compiler.assume_constant_result(lambda: 1)._dynamo_marked_constant
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_a_bound_model_may_be_compiled_before_anything_else_has_run_in_a_thread(backend: str | None) -> None:
+    """torch.compile guards on the attributes that the thread's state has at the first call: they are all there from the start."""
+    from halfstep.amp.mode import inside
+
+    seen: list[Any] = []
+
+    def first() -> None:
+        seen.append(set(vars(inside)))
+        if backend is not None:
+            net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            amp.bind(net, parse("fp16-mixed"), CPU)
+            amp.GradScaler().watch(net)
+            seen.append(torch.compile(net, backend=backend, fullgraph=True)(torch.randn(4, 8)).shape)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    assert seen == [{"policy", "joins", "backward", "around", "begun_under"}, *([(4, 1)] if backend is not None else [])]
