@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep import amp
 from halfstep.amp.mode import Applied, Switched
 from halfstep.amp.routes import tables
-from halfstep.hardware import doctor
+from halfstep.hardware import FAMILIES, doctor
 from halfstep.policy import parse
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -161,7 +161,7 @@ def kernels(dtype: torch.dtype, emulate: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def mode(dtype: torch.dtype, op_list: str, emulate: bool) -> Iterator[None]:
     """halfstep's block with emulation chosen by hand."""
-    with Switched("cpu", True, dtype, False), Applied("cpu", tables("cpu", op_list, (), (), emulate)):
+    with Switched("cpu", True, dtype, False), Applied("cpu", tables("cpu", op_list, (), (), FAMILIES if emulate else ())):
         yield
 
 

@@ -17,14 +17,15 @@ from torch.utils.data import DataLoader
 
 from halfstep import checkpoint
 from halfstep.accelerator import replay
+from halfstep.accelerator.decided import adopt_products, decide, go_on_with, products_for, refuse_other_policy, resolved
 from halfstep.accelerator.facts import Signature, model_facts, refuse_changed, refuse_orphans
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, pin_as_saved, refuse_state
 from halfstep.amp import Binding, GradScaler, backward_context, bind, bound_policy, convert, forward_context, layout, model_state
 from halfstep.errors import ConfigError, StepOrderError, refuse_unknown
-from halfstep.hardware import default_device, probe, processes
+from halfstep.hardware import default_device, processes
 from halfstep.optim import with_masters
-from halfstep.policy import Policy, Resolution, from_flags, resolve
+from halfstep.policy import Policy, Resolution, chosen, from_flags
 from halfstep.step import Agree, Follower, Heal, OnOverflow, StepResult
 
 logger = logging.getLogger("halfstep")
@@ -34,7 +35,8 @@ class Accelerator:
     """Device, precision, loss scaling, accumulation and checkpoints for a loop of your own.
 
     mixed_precision: "no", "fp16" or "bf16"; fp16 on a CPU is fp16.
-    precision: halfstep's own text (`fp16-mixed,scale=static:1024,fp32=lm_head`) or a `Policy`, instead of mixed_precision.
+    precision: halfstep's own text (`fp16-mixed,scale=static:1024,fp32=lm_head`) or a `Policy`, instead of mixed_precision. "auto": chosen when the
+        first model is prepared, by the device's measured rates and its memory, and said with the reason.
     cpu: train on the CPU although there is a GPU.
     gradient_accumulation_steps: micro-batches per optimizer step, for `accumulate` and for the division in `backward`.
     on_overflow: "skip" a step whose gradients overflow; "replay" its backward passes at lower loss scales (the activations of a step
@@ -74,11 +76,9 @@ class Accelerator:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise ConfigError(f"{name}={count!r}", "Use a whole number of 1 or more.")
         self.device = default_device(cpu)
-        self.resolution: Resolution = resolve(from_flags(precision=precision, mixed_precision=mixed_precision), probe(self.device))
-        self.policy = self.resolution.policy
         self.gradient_accumulation_steps = self._window = gradient_accumulation_steps
-        self.scaler = GradScaler.from_policy(self.policy.scale, patience=patience, on_overflow=on_overflow, heal=heal, agree=agree)
-        self.scaler.run_backward_inside(functools.partial(backward_context, self.policy, self.device))
+        self._scaler_for = functools.partial(GradScaler.from_policy, patience=patience, on_overflow=on_overflow, heal=heal, agree=agree)
+        self._run_under(from_flags(precision=precision, mixed_precision=mixed_precision))
         self.sync_gradients = True
         self.last_step: StepResult | None = None
         self._held = False  # gradients of the window at hand were made and not stepped with
@@ -92,6 +92,12 @@ class Accelerator:
         self._signatures: dict[int, Signature] = {}
         self._loaders: list[PreparedLoader] = []
         self._registered: list[Any] = []
+
+    def _run_under(self, policy: Policy, why: str = "") -> None:
+        self.policy, self._why, self._products = policy, why, products_for(policy)
+        self.resolution: Resolution = resolved(policy, self.device, why=why)
+        self.scaler = self._scaler_for(policy.scale)
+        self.scaler.run_backward_inside(functools.partial(backward_context, policy, self.device, self._products))
 
     @property
     def mixed_precision(self) -> str:
@@ -138,16 +144,16 @@ class Accelerator:
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         already = bound_policy(model)
-        if already is not None and already != self.policy:
-            raise ConfigError(
-                f"this model is already prepared under {already}, and the accelerator has {self.policy}",
-                "Call unwrap_model(model, keep_fp32_wrapper=False) on the accelerator that prepared it, or load the model anew.",
-            )
-        self.resolution = resolve(self.policy, self.resolution.device, model_facts(model))
+        if self.policy.is_auto:
+            self._run_under(*decide(model, self.device))
+        refuse_other_policy(already, self.policy)
+        self.resolution = resolved(self.policy, self.device, model_facts(model), self._why)
         model.to(self.device)
         if already is None:
-            self._bindings[id(model)] = bind(model, self.policy, self.device)
+            self._bindings[id(model)] = bind(model, self.policy, self.device, self._products)
             logger.info("%s", self.resolution)
+        else:
+            adopt_products(self._products, model)
         self.scaler.watch(model)
         self._signatures[id(model)] = Signature(model)
         if model not in self._models:
@@ -166,7 +172,7 @@ class Accelerator:
             if optimizer in (known.optimizer, getattr(known.optimizer, "optimizer", None)):
                 return known
         refuse_orphans(optimizer, self._models)
-        mastered = with_masters(optimizer, self.policy)
+        mastered = with_masters(optimizer, chosen(self.policy))
         self.scaler.watch(mastered)
         self._optimizers.append(PreparedOptimizer(mastered, self))
         return self._optimizers[-1]
@@ -188,7 +194,7 @@ class Accelerator:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The block in which prepared models run; for a loss that should run in 16 bits too."""
-        return forward_context(self.policy, self.device)
+        return forward_context(self.policy, self.device, self._products)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide `loss` by the micro-batches of its window, scale it as the policy says, and run the backward pass.
@@ -202,7 +208,7 @@ class Accelerator:
             self._short = None
         part = loss / window if window > 1 else loss
         scaled = self.scaler.scale(part)
-        with backward_context(self.policy, self.device):
+        with backward_context(self.policy, self.device, self._products):
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -260,7 +266,7 @@ class Accelerator:
         on_overflow: False runs them again for pinned modules only.
         """
         step = functools.partial(optimizer.step, max_norm=max_norm, stalled=stalled)
-        self.last_step = replay.run(compute, step, optimizer.zero_grad, self.scaler, on_overflow)
+        self.last_step = replay.run(compute, step, optimizer.zero_grad, self.scaler, on_overflow, self.policy.is_mixed or self.policy.whole)
         return self.last_step
 
     def take_step(
@@ -338,6 +344,7 @@ class Accelerator:
             "random": checkpoint.capture(),
         }
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
+        own["products"] = self._products.settled(self.policy, self.device)
         models = {name: item for name, item in items.items() if isinstance(item, nn.Module)}
         masters = masters_beside(models, self._optimizers)
         own["models"] = {name: facts_to_export(name, item, self._optimizers, masters) for name, item in models.items()}
@@ -366,6 +373,7 @@ class Accelerator:
         loaded = checkpoint.load(input_dir)
         parts = self._parts()
         refuse_state(loaded, parts, self.policy)
+        go_on_with(loaded, self.policy, self.device, self._products, self._models)
         for name, item in parts.items():
             if isinstance(item, nn.Module):
                 about = loaded.about.get("models", {}).get(name, {})

@@ -1,11 +1,13 @@
 """The first door: autocast and a gradient scaler for a loop that you write yourself."""
 
+from halfstep.amp.autocast import Products as Products
 from halfstep.amp.autocast import autocast as autocast
 from halfstep.amp.autocast import backward_context as backward_context
 from halfstep.amp.autocast import forward_context as forward_context
 from halfstep.amp.casting import Binding as Binding
 from halfstep.amp.casting import bind as bind
 from halfstep.amp.casting import bound_policy as bound_policy
+from halfstep.amp.casting import products_of as products_of
 from halfstep.amp.casting import upcast as upcast
 from halfstep.amp.grad_scaler import GradScaler as GradScaler
 from halfstep.amp.grad_scaler import clip_grad_norm_ as clip_grad_norm_

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,8 +15,8 @@ from halfstep.amp.mode import Applied, Switched, Tables, current
 from halfstep.amp.ops import check_lists
 from halfstep.amp.routes import bare_island, tables
 from halfstep.errors import ConfigError, suggest
-from halfstep.hardware import default_device, parse_device, probe
-from halfstep.policy import Policy
+from halfstep.hardware import default_device, emulated_families, parse_device, probe
+from halfstep.policy import Policy, chosen, families_of, products_text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,10 +35,13 @@ class autocast:  # noqa: N801  the name of torch's
         so weights changed inside the block would be used stale.
     ops: "cuda" (softmax, exp, pow, sum, norms, losses and the rest of torch's CUDA list in fp32, on a CPU too) or "device" (the device's own list).
     fp32_ops, half_ops: names of ops to run in fp32 and in 16 bits instead; "softmax" stands for torch.softmax, F.softmax and x.softmax.
+    products: how products run on a CPU. "native": by torch's 16-bit kernels. "emulated": operands rounded to 16 bits, multiplied in fp32, the result
+        rounded, which are the same numbers but for the order of fp32 sums. "emulated:convolution|attention": those emulated and matmul native.
+        "auto": whichever was measured to be faster on this machine, for each of the three (`halfstep doctor` shows the rates).
 
-    On a CPU without instructions for the dtype the products are emulated: the same numbers at fp32's speed.
-    Raises ConfigError for a device that is not there, for a dtype that autocast would ignore, where torch only warns and
-    runs fp32, and for a name that is no op; F.binary_cross_entropy of 16-bit probabilities raises it inside the block, as torch does on CUDA.
+    The first block with "auto" on a machine measures it, in about 0.2 s; later ones, and those of other processes, know.
+    Raises ConfigError for a device that is not there, for a dtype that autocast would ignore, where torch only warns and runs fp32, for products= on
+    a GPU, and for a name that is no op; F.binary_cross_entropy of 16-bit probabilities raises it inside the block, as torch does on CUDA.
     Source of the lists: torch's documentation, "Automatic Mixed Precision package", CUDA Op-Specific Behavior.
     """
 
@@ -52,10 +55,11 @@ class autocast:  # noqa: N801  the name of torch's
         ops: str = "cuda",
         fp32_ops: Sequence[str] = (),
         half_ops: Sequence[str] = (),
+        products: str = "auto",
     ) -> None:
         self.ops, self.fp32_ops, self.half_ops = ops, _op_names("fp32_ops", fp32_ops), _op_names("half_ops", half_ops)
-        self.enabled, self.cache_enabled = enabled, bool(cache_enabled)
-        self.device_type, self.dtype, self._emulated = _settled(device_type, dtype, enabled, ops, self.fp32_ops, self.half_ops)
+        self.enabled, self.cache_enabled, self.products = enabled, bool(cache_enabled), products
+        self.device_type, self.dtype, self._emulated = _settled(device_type, dtype, enabled, ops, self.fp32_ops, self.half_ops, products)
         self._open: list[tuple[Switched, Applied | None]] = []
 
     def __enter__(self) -> autocast:
@@ -96,7 +100,7 @@ class autocast:  # noqa: N801  the name of torch's
 
         @functools.wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            lists: dict[str, Any] = {"ops": self.ops, "fp32_ops": self.fp32_ops, "half_ops": self.half_ops}
+            lists: dict[str, Any] = {"ops": self.ops, "fp32_ops": self.fp32_ops, "half_ops": self.half_ops, "products": self.products}
             with autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, **lists):
                 return function(*args, **kwargs)
 
@@ -110,9 +114,15 @@ def _op_names(key: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _settled(
-    device_type: str | None, dtype: torch.dtype | None, enabled: bool, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...]
-) -> tuple[str, torch.dtype, bool]:
-    """Device, dtype and whether products are emulated, for what was asked; refused with ConfigError where it cannot be had."""
+    device_type: str | None,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    op_list: str,
+    fp32_ops: tuple[str, ...],
+    half_ops: tuple[str, ...],
+    products: str,
+) -> tuple[str, torch.dtype, tuple[str, ...]]:
+    """Device, dtype and the families of products that are emulated, for what was asked; refused with ConfigError where it cannot be had."""
     device = parse_device(device_type).type if device_type is not None else default_device().type
     chosen = dtype if dtype is not None else torch.get_autocast_dtype(device)
     if enabled and chosen not in NAMES:
@@ -122,12 +132,19 @@ def _settled(
     if op_list not in ("cuda", "device"):
         raise ConfigError(f"ops={op_list!r} is not known", suggest(str(op_list), ("cuda", "device")))
     check_lists(fp32_ops, half_ops)
-    facts = probe(device) if enabled else None  # refuses a device that is not there
-    return device, chosen, facts is not None and device == "cpu" and not facts.is_native(NAMES[chosen])
+    asked = families_of(products)
+    if not enabled:
+        return device, chosen, ()
+    probe(device)  # refuses a device that is not there
+    if device != "cpu":
+        if asked is not None:
+            raise ConfigError(f"products={products} has no effect on a GPU, whose own kernels run", "Leave it out.")
+        return device, chosen, ()
+    return device, chosen, emulated_families(NAMES[chosen]) if asked is None else asked
 
 
-def _wanted(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...], emulate: bool) -> Tables:
-    return tables(device, op_list, fp32_ops, half_ops, emulate)
+def _wanted(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...], emulated: tuple[str, ...]) -> Tables:
+    return tables(device, op_list, fp32_ops, half_ops, emulated)
 
 
 def _island(device: str) -> Tables:
@@ -203,21 +220,43 @@ class Region:
         self._open.pop().__exit__(kind, error, trace)
 
 
-def forward_context(policy: Policy, device: torch.device) -> Region:
-    """The block in which a forward pass under `policy` runs. Nothing is switched before it is entered."""
+class Products:
+    """Which products run emulated on a CPU in the blocks of a run, as `products=` says it: the policy's, or those of the run that it goes on from."""
+
+    def __init__(self, text: str = "auto") -> None:
+        self.text = text
+
+    def settled(self, policy: Policy, device: torch.device) -> str:
+        """The text with "auto" replaced by what was measured; "" where there is no choice: without autocast, and on a GPU."""
+        if not policy.is_mixed or device.type != "cpu":
+            return ""
+        asked = families_of(self.text)
+        return products_text(emulated_families(policy.autocast) if asked is None else asked)
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def forward_context(policy: Policy, device: torch.device, products: Products | None = None) -> AbstractContextManager[Any]:
+    """The block in which a forward pass under `policy` runs. Nothing is switched before it is entered.
+
+    products: read at each entry; without it the policy's hold.
+    """
     parts: list[Callable[[], AbstractContextManager[Any]]] = []
+    chosen(policy)
     if device.type == "cuda":
         parts.append(functools.partial(Fp32Products, policy.tf32))
     if policy.is_mixed:
-        parts.append(functools.partial(_autocast_of, policy, device.type))
-    return Region(*parts)
+        parts.append(functools.partial(_autocast_of, policy, device.type, products))
+    return Region(*parts) if parts else _NOTHING
 
 
-def _autocast_of(policy: Policy, device_type: str) -> autocast:
-    return autocast(device_type, policy.dtype, ops=policy.ops, fp32_ops=policy.fp32_ops, half_ops=policy.half_ops)
+def _autocast_of(policy: Policy, device_type: str, products: Products | None) -> autocast:
+    text = policy.products if products is None else products.text
+    return autocast(device_type, policy.dtype, ops=policy.ops, fp32_ops=policy.fp32_ops, half_ops=policy.half_ops, products=text)
 
 
-def backward_context(policy: Policy, device: torch.device) -> Region:
+def backward_context(policy: Policy, device: torch.device, products: Products | None = None) -> AbstractContextManager[Any]:
     """The block in which a backward pass under `policy` runs.
 
     A forward pass that is computed again inside it (activation checkpointing) sees the op policy that the first one saw.
@@ -226,7 +265,7 @@ def backward_context(policy: Policy, device: torch.device) -> Region:
     if device.type == "cuda":
         parts.append(functools.partial(Fp32Products, policy.tf32))
     if policy.is_mixed:
-        wanted = _autocast_of(policy, device.type)._tables()
+        wanted = _autocast_of(policy, device.type, products)._tables()
         if wanted is not None:
             parts.append(functools.partial(Applied, device.type, wanted))
-    return Region(*parts)
+    return Region(*parts) if parts else _NOTHING

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp.autocast import autocast, forward_context
+from halfstep.amp.autocast import Products, autocast, forward_context
 from halfstep.amp.joined import JoinedWeights, joined_weights
 from halfstep.amp.lean import layout_of, prepare, refuse_cast, undo
 from halfstep.amp.mode import Within, inside
 from halfstep.amp.ops import HALF, check_lists
 from halfstep.amp.settling import Care, minded, settle
 from halfstep.errors import ConfigError
-from halfstep.policy import Policy, select
+from halfstep.policy import Policy, chosen, select
 
 _CAST = (torch.float32, *HALF)
 PINS = "halfstep_pins"  # the attribute of a module that has pinned parts: a dict of handles by name
@@ -59,7 +59,13 @@ def bound_policy(module: nn.Module) -> Policy | None:
     return policy if isinstance(policy, Policy) else None
 
 
-def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
+def products_of(module: nn.Module) -> Products | None:
+    """How the products of a bound module run on a CPU, or None for one that is not bound. Changed in place; copies of the module share it."""
+    block = getattr(getattr(module.__dict__.get("forward"), "__func__", None), "halfstep_block", None)
+    return block.products if isinstance(block, Block) else None
+
+
+def bind(module: nn.Module, policy: Policy, device: torch.device, products: Products | None = None) -> Binding:
     """Make `module.forward` run under `policy`, in every thread, with its 16-bit outputs cast up to fp32 if the policy says so.
 
     Its submodules do so too when they are called by themselves, from wherever (`model.head(x)`, a checkpointed block computed again): called
@@ -69,6 +75,7 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
     and get masters, and everything else goes up to fp32. Under `*-lean` the first call puts into 16 bits what autocast only casts
     (`halfstep.amp.layout` tells which), after a rehearsal of its forward pass that leaves no trace. Under `*-true` everything goes to 16 bits
     now, but for modules of `policy.fp32`, batch norms, and frequencies of rotary embeddings; floating inputs are cast.
+    products: how products run on a CPU, read at each call; without it as the policy says.
     The bound methods follow the module through deepcopy, the masters through pickle too. Bytes: `halfstep.policy.bytes_per_parameter`.
     Raises PolicyError when `*-lean` finds nothing to keep in 16 bits (at the first call); ConfigError for a pattern that matches no module, or
     one that torch never calls, for a name of an op that is none, and for a module that is bound.
@@ -92,14 +99,14 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
             raise ConfigError(
                 f"fp32={name} has no effect: nn.MultiheadAttention reads its weights and never calls it", "Name the attention module itself."
             )
-    check_lists(policy.fp32_ops, policy.half_ops)
+    check_lists(chosen(policy).fp32_ops, policy.half_ops)
     pinned = list(module.__dict__.get(PINS, {}).values())
     for handle in reversed(pinned):
         handle.remove()
     apart = tuple(own)
     made = prepare(module, policy, device, held, apart)
     care: Care = "tables" if policy.whole or (policy.is_mixed and policy.weights == "plain") else "masters" if made is not None else "none"
-    block = Block(policy, device, care)
+    block = Block(policy, device, care, products if products is not None else Products(policy.products))
     changed: list[tuple[str, Any, Any]] = []
     for name, part in list(module.named_modules()):
         if name and (not _binds(part) or any(f"{name}.".startswith(f"{o}.") for o in own) or not (block.acts or device.type != "cpu")):
@@ -122,11 +129,12 @@ def bind(module: nn.Module, policy: Policy, device: torch.device) -> Binding:
 
 @dataclass(frozen=True)
 class Block:
-    """In what the forward passes of a bound module and its parts run."""
+    """In what the forward passes of a bound module and its parts run. products: how those of a CPU run, the same for all of them."""
 
     policy: Policy
     device: torch.device
     care: Care = "none"
+    products: Products | None = None
 
     @property
     def acts(self) -> bool:
@@ -180,7 +188,9 @@ def _called(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a bound module: each call is inside a block of its own."""
-    policy, device, care, joins = block.policy, block.device, block.care, block.joins
+    policy, device, care, joins, products = block.policy, block.device, block.care, block.joins, block.products
+
+    plain = not block.acts and device.type == "cpu" and care == "none"  # there is nothing to open
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -193,8 +203,11 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             if not torch.compiler.is_compiling():
                 refuse_cast(self)
             args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
-        with Within(policy, joins), forward_context(policy, device), minded(care, device.type):
+        if plain and inside.policy is None:
             outputs = forward(self, *args, **kwargs)
+        else:
+            with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type):
+                outputs = forward(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 
     run.halfstep_under = forward  # type: ignore[attr-defined]  # read by discovery.forward_of, and by pins
@@ -208,7 +221,7 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
     in_held: it is a part of a module held in fp32, and runs in fp32 by itself too. narrow: it has 16-bit weights and no autocast, so that its inputs
     must be 16-bit too.
     """
-    policy, device, care, joins = block.policy, block.device, block.care, block.joins
+    policy, device, care, joins, products = block.policy, block.device, block.care, block.joins, block.products
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +230,7 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
         if inside.policy is policy:
             return forward(self, *args, **kwargs)
         island = autocast(device.type, enabled=False) if in_held else nullcontext()
-        with Within(policy, joins), forward_context(policy, device), minded(care, device.type), island:
+        with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type), island:
             outputs = forward(self, *args, **kwargs)
         return outputs if policy.output == "compute" or _computed_again() else upcast(outputs)
 
@@ -228,14 +241,14 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
 
 def in_island(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a module held in fp32: under the policy of its model, with autocast off and inputs cast up."""
-    policy, device, care, joins = block.policy, block.device, block.care, block.joins
+    policy, device, care, joins, products = block.policy, block.device, block.care, block.joins, block.products
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if inside.policy is policy:
             with autocast(device.type, enabled=False):
                 return forward(self, *upcast(args), **upcast(kwargs))
-        with Within(policy, joins), forward_context(policy, device), minded(care, device.type), autocast(device.type, enabled=False):
+        with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type), autocast(device.type, enabled=False):
             return forward(self, *upcast(args), **upcast(kwargs))
 
     run.halfstep_part_of = forward  # type: ignore[attr-defined]

@@ -104,6 +104,7 @@ class GradScaler:
         self._engine.state.watching.modules = self._sampler.sampled
         self._sampler.number = functools.partial(_next_step, self._engine)
         self._engine.state.heal, self._engine.state.explain = heal, self._healer.explain
+        self._engine.state.remembered = self._healer.remembered
 
     @classmethod
     def from_policy(

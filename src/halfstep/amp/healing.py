@@ -25,6 +25,10 @@ class Healer:
         """Look into the forward passes of `model` too."""
         self.recall.watch(model)
 
+    def remembered(self) -> int:
+        """Which window the forward passes belong to that can be looked into now."""
+        return self.recall.window
+
     def explain(self, heal: bool, step: int) -> Explained:
         """Whom the forward passes since the last step blame. heal: hold those modules in fp32, if that makes all outputs finite.
 

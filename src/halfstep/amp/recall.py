@@ -47,7 +47,7 @@ class Call:
             stack.enter_context(Rehearsal([model], (self.args, self.kwargs)))
             torch.set_rng_state(self.random)
             if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda)
+                torch.cuda.set_rng_state(self.cuda, next(model.parameters()).device)
             stack.enter_context(torch.no_grad())
             stack.enter_context(Switched(self.device, *self.autocast, False))
             if self.tables is not None:
@@ -133,7 +133,7 @@ class Recall:
         if device not in ("cpu", "cuda"):
             return
         mode = current(device)
-        cuda = torch.cuda.get_rng_state() if device == "cuda" else None
+        cuda = torch.cuda.get_rng_state(first.device) if first is not None and device == "cuda" else None
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         tables = mode.tables if mode is not None else None
         self._calls.append(Call(ref(model), args, kwargs, torch.get_rng_state(), cuda, device, autocast, tables, versions(args, kwargs)))

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from halfstep.amp import embedding, ops
-from halfstep.amp.emulation import ROUTES, rounded
+from halfstep.amp.contraction import contracts
+from halfstep.amp.emulation import FAMILIES, ROUTES, rounded
 from halfstep.amp.mode import Route, Tables, without_autocast
 from halfstep.amp.ops import HALF, every_form
+from halfstep.amp.rounding import eligible
 from halfstep.errors import ConfigError
 
 
@@ -72,6 +74,14 @@ def _low(device: str) -> Route:
         return _called_as(device, dtype, (*HALF, torch.float32), func, args, kwargs)
 
     return rounded if device == "cpu" else route
+
+
+def _einsum(dtype: torch.dtype, func: Route, /, equation: Any, *operands: Any) -> Any:
+    """CUDA's list has every einsum in 16 bits: one that multiplies matrices is emulated as a product is, any other rounded."""
+    tensors = operands[0] if len(operands) == 1 and type(operands[0]) in (list, tuple) else operands
+    if isinstance(equation, str) and eligible(*tensors) and contracts(equation, tensors):
+        return ROUTES[torch.einsum](dtype, func, equation, *operands)
+    return rounded(dtype, func, equation, *operands)
 
 
 def _widest(device: str, products: bool) -> Route:
@@ -133,17 +143,17 @@ def _refused(device: str) -> Route:
 
 
 @functools.cache
-def tables(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...], emulate: bool) -> Tables:
+def tables(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...], emulated: tuple[str, ...]) -> Tables:
     """The tables of a block in which autocast is on.
 
     op_list: "cuda" gives torch's CUDA list on a CPU too, "device" leaves that of the device. fp32_ops, half_ops: names that the user moves.
-    emulate: products on a CPU are rounded to 16 bits and run in fp32. Raises ConfigError for a name that is no op.
+    emulated: the families of products that are rounded to 16 bits and run in fp32, on a CPU. Raises ConfigError for a name that is no op.
     """
     ops.check_lists(fp32_ops, half_ops)
-    on: dict[Any, Route] = dict(ROUTES) if emulate else {}
+    on: dict[Any, Route] = {function: ROUTES[function] for family in emulated for function in FAMILIES[family]}
     if op_list == "cuda" and device == "cpu":
         exact, sums = [name for name in ops.WIDEST if name not in ops.SUMS_OF_PRODUCTS], ops.SUMS_OF_PRODUCTS
-        on |= dict.fromkeys(every_form(ops.LOW_ON_CUDA_ONLY), _low(device))
+        on |= dict.fromkeys(every_form(ops.LOW_ON_CUDA_ONLY), _low(device)) | ({torch.einsum: _einsum} if "matmul" in emulated else {})
         on |= dict.fromkeys(every_form(ops.FP32_ON_CPU_ONLY), _as_given(device))
         on |= dict.fromkeys(every_form(exact), _widest(device, False)) | dict.fromkeys(every_form(sums), _widest(device, True))
         on |= dict.fromkeys(every_form(ops.SUMS_BY_INDEX), _summed(device)) | embedding.ROUTE
@@ -152,7 +162,8 @@ def tables(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple
     on |= {func: _guarded(func, _wide(device)) for func in every_form(fp32_ops)} | {
         func: _guarded(func, _low(device)) for func in every_form(half_ops)
     }
-    return Tables(on=on, emulated=emulate, island=Tables(on=on, off=_in_fp32(device), emulated=emulate))
+    some = bool(emulated)
+    return Tables(on=on, emulated=some, island=Tables(on=on, off=_in_fp32(device), emulated=some))
 
 
 @functools.cache

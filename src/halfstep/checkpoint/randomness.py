@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from typing import Any
 
@@ -9,11 +10,33 @@ import numpy as np
 import torch
 
 
+class _Numpy:
+    """numpy's global state, read anew only when it has changed: reading costs as much as all the others together."""
+
+    def __init__(self) -> None:
+        self._words = b""
+        self._state: Any = None
+
+    def get(self) -> Any:
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(bits) is not np.random.MT19937:
+            return np.random.get_state(legacy=False)
+        words = ctypes.string_at(bits.ctypes.state_address, WORDS)
+        # a normal number that waits in line is handed out without a change of these words
+        if self._state is None or words != self._words or self._state["has_gauss"]:
+            self._words, self._state = words, np.random.get_state(legacy=False)
+        return self._state
+
+
+WORDS = 4 * 624 + 4  # bytes of an MT19937: its key and the position in it
+_numpy = _Numpy()
+
+
 def capture() -> dict[str, Any]:
     """All random states now, as a value that a checkpoint can hold."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
+        "numpy": _numpy.get(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

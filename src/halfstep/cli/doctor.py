@@ -13,7 +13,8 @@ from halfstep.policy import PRESETS, bytes_per_parameter
 def main(argv: Sequence[str]) -> int:
     """Print the diagnosis for people, or as JSON."""
     parser = argparse.ArgumentParser(
-        "halfstep doctor", description="Say what this device can do, natively or emulated, and which precision suits it."
+        "halfstep doctor",
+        description="Say what this device can do, natively or emulated, how fast, and which precision suits it. The first call measures it.",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: the one that would be trained on")
     parser.add_argument("--json", action="store_true", help="for machines")

@@ -9,3 +9,8 @@ from halfstep.hardware.probe import memory_in_use as memory_in_use
 from halfstep.hardware.probe import parse_device as parse_device
 from halfstep.hardware.probe import probe as probe
 from halfstep.hardware.probe import processes as processes
+from halfstep.hardware.rates import FAMILIES as FAMILIES
+from halfstep.hardware.rates import Rate as Rate
+from halfstep.hardware.rates import Rates as Rates
+from halfstep.hardware.rates import emulated_families as emulated_families
+from halfstep.hardware.rates import measured_rates as measured_rates

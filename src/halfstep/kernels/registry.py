@@ -8,6 +8,8 @@ import logging
 import os
 from types import ModuleType
 
+from torch import Tensor
+
 SWITCH = "HALFSTEP_KERNELS"  # environment: "off" for the plain definitions everywhere
 
 logger = logging.getLogger("halfstep")
@@ -25,9 +27,9 @@ def cpu_kernels() -> ModuleType | None:
     return _load()
 
 
-def weight_kernels() -> ModuleType | None:
-    """The module `halfstep.kernels.convert`, under the same conditions."""
-    return importlib.import_module("halfstep.kernels.convert") if cpu_kernels() is not None else None
+def weight_kernels(of: Tensor) -> ModuleType | None:
+    """The module `halfstep.kernels.convert`, under the same conditions, for a tensor on the CPU. None, and nothing said, for one elsewhere."""
+    return importlib.import_module("halfstep.kernels.convert") if of.is_cpu and cpu_kernels() is not None else None
 
 
 @functools.cache

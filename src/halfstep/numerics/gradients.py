@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_MARGIN = float(np.float32(1e-6))
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -63,9 +66,9 @@ def subnormal_share(tensors: Sequence[Tensor], smallest_normal: float, device: t
     Estimated from at most 4096 elements of each tensor, evenly spaced, so that it costs little and is the same each time.
     """
     small, present = torch.zeros((), device=device), torch.zeros((), device=device)
-    for t in tensors:
-        flat = t.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLED)].abs()
+    for places in _by_kind(tensors):
+        flat = [tensors[i].detach().reshape(-1) for i in places]
+        sample = torch.cat([t[:: max(1, t.numel() // SAMPLED)] for t in flat]).abs()
         small += ((sample < smallest_normal) & (sample > 0)).sum().to(device)
         present += (sample > 0).sum().to(device)
     return small / present.clamp(min=1)
@@ -87,7 +90,11 @@ def clip_factor(total: float, max_norm: float) -> float:
     """
     if not math.isfinite(total):
         return 1.0
-    return min(1.0, float(max_norm / (torch.tensor(total, dtype=torch.float32) + 1e-6)))
+    if total >= 2.0**128:
+        return 0.0
+    divisor = float(np.float32(float(np.float32(total)) + _MARGIN))
+    inverse = float(np.float32(1.0 / divisor))  # torch divides by way of the reciprocal
+    return 1.0 if inverse * max_norm >= 1.0 else float(np.float32(inverse * float(np.float32(max_norm))))
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -74,7 +74,7 @@ class AdamW(MasteredOptimizer):
         self.steps += 1
         if work:
             torch._foreach_add_([w.state["step"] for w in work], 1.0)
-        kernels = cpu_kernels()
+        kernels = cpu_kernels() if any(w.p.is_cpu for w in work) else None
         left = work if kernels is None else self._compiled.run(kernels, work, factor, self.seed, self.steps)
         for w in left:
             self._update(w, factor)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError, ConfigError, suggest
 from halfstep.kernels import weight_kernels
@@ -18,18 +17,20 @@ from halfstep.numerics import Noise
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
 from halfstep.optim.loading import adopt, check_master, converted, saved_master
 from halfstep.optim.masters import HALF, Master, attach, dtype_name, master_of, storage_named
+from halfstep.optim.quiet import QuickToClear
 from halfstep.policy import Policy, parse
 
 logger = logging.getLogger("halfstep")
 
 
-class MasteredOptimizer(Optimizer):
+class MasteredOptimizer(QuickToClear):
     """An optimizer that updates fp32 masters of 16-bit weights and keeps its states in one format.
 
     A 16-bit weight that has no master gets one before the first step. States under a codec are encoded in place: `state[p]["exp_avg"]` then
     holds the codes, `state[p]["exp_avg_scale"]` their scales.
     """
 
+    knows_masters = True  # and its gradients are measured by the CPU's kernels
     takes_factor = True  # step(factor=) multiplies gradients on the way in, so that unscaling and clipping cost no pass of their own
 
     weights: str | None  # storage asked for; None: that of masters there are, else split
@@ -134,7 +135,7 @@ class MasteredOptimizer(Optimizer):
         """A state in fp32, new unless it is kept in fp32 already."""
         if state[key].dtype == torch.float32 and key + SCALE not in state:
             return state[key]  # type: ignore[no-any-return]
-        known, kernels = codec_of(state, key), weight_kernels()
+        known, kernels = codec_of(state, key), weight_kernels(p)
         assert known is not None
         scales = state.get(key + SCALE)
         if kernels is not None and known.name != "fp32" and kernels.takes(state[key], scales):
@@ -145,7 +146,7 @@ class MasteredOptimizer(Optimizer):
         """Put fp32 `values` back as the state `key` of parameter `number`."""
         if self.codec.name == "fp32":
             return None if state[key] is values else put(state, key, {"": values})
-        role, kernels = self.roles[key], weight_kernels()
+        role, kernels = self.roles[key], weight_kernels(values)
         if kernels is not None and kernels.takes(values):
             codes, scales = kernels.encode_state(values, role, self.codec.name, self.noise(number).keys)
             return put(state, key, {"": codes} if scales is None else {"": codes, SCALE: scales})

@@ -90,7 +90,8 @@ class Master:
     def read(self) -> Tensor:
         """The fp32 master, a new tensor in the shape of the parameter."""
         self.follow()
-        p, kernels = self.parameter.detach(), weight_kernels()
+        p = self.parameter.detach()
+        kernels = weight_kernels(p)
         if kernels is not None and self._is_plain(kernels, p):
             return kernels.read_weight(p, self.storage.name, self.residual)  # type: ignore[no-any-return]
         return self.storage.read(p, self.residual)
@@ -105,7 +106,7 @@ class Master:
     def write(self, values: Tensor, noise: Noise | None = None) -> None:
         """Make fp32 `values` the master: the parameter gets its 16 bits, the residual the rest. noise: None rounds to nearest."""
         p = self.parameter
-        values, kernels = values.to(p.device, torch.float32), weight_kernels()
+        values, kernels = values.to(p.device, torch.float32), weight_kernels(p)
         if kernels is not None and self._is_plain(kernels, values) and (noise is not None or not self.storage.draws):
             kernels.write_weight(values, p.detach(), self.storage.name, self.residual, noise.keys if noise is not None else (0, 0))
             return self.wrote()
@@ -231,9 +232,9 @@ def _watch_stock_optimizers() -> None:
 
 
 def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, "takes_factor", False):
+    if getattr(optimizer, "knows_masters", False):
         return
-    around = any(isinstance(o, Optimizer) and getattr(o, "takes_factor", False) for o in vars(optimizer).values())
+    around = any(isinstance(o, Optimizer) and getattr(o, "knows_masters", False) for o in vars(optimizer).values())
     if around and "halfstep_told" in vars(optimizer):
         return
     for g, group in enumerate(optimizer.param_groups):

@@ -320,7 +320,7 @@ def _refuse(optimizer: Optimizer) -> None:
             f"a {type(optimizer).__name__} is not a torch.optim.Optimizer", "Give the optimizer itself, not its class or its parameters."
         )
     name = type(optimizer).__name__
-    if getattr(optimizer, "takes_factor", False) or "halfstep_wrapped" in vars(optimizer):
+    if getattr(optimizer, "knows_masters", False) or "halfstep_wrapped" in vars(optimizer):
         raise ConfigError(f"this {name} has masters already", "Use it as it is: weights= and states= are arguments of it, and one wrap is enough.")
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ConfigError(

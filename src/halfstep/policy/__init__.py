@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from halfstep.policy.parse import chosen as chosen
 from halfstep.policy.parse import from_flags as from_flags
 from halfstep.policy.parse import parse as parse
 from halfstep.policy.parse import power_of_two as power_of_two
+from halfstep.policy.policy import AUTO as AUTO
 from halfstep.policy.policy import DTYPES as DTYPES
 from halfstep.policy.policy import LARGEST_SCALE as LARGEST_SCALE
 from halfstep.policy.policy import PRESETS as PRESETS
 from halfstep.policy.policy import LossScale as LossScale
 from halfstep.policy.policy import Policy as Policy
+from halfstep.policy.products import families_of as families_of
+from halfstep.policy.products import products_text as products_text
 from halfstep.policy.resolve import RULES as RULES
 from halfstep.policy.resolve import ModelFacts as ModelFacts
 from halfstep.policy.resolve import Resolution as Resolution
@@ -20,6 +24,9 @@ from halfstep.policy.resolve import resolve as resolve
 from halfstep.policy.rules import select as select
 
 if TYPE_CHECKING:
+    from halfstep.policy.choice import Choice as Choice
+    from halfstep.policy.choice import ModelSize as ModelSize
+    from halfstep.policy.choice import recommend as recommend
     from halfstep.policy.memory import ROLES as ROLES
     from halfstep.policy.memory import Bytes as Bytes
     from halfstep.policy.memory import Footprint as Footprint
@@ -33,13 +40,16 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Bytes": "halfstep.policy.memory",
+    "Choice": "halfstep.policy.choice",
     "Footprint": "halfstep.policy.memory",
+    "ModelSize": "halfstep.policy.choice",
     "ROLES": "halfstep.policy.memory",
     "Role": "halfstep.policy.memory",
     "bytes_per_parameter": "halfstep.policy.memory",
     "model_bytes": "halfstep.policy.memory",
     "name_of": "halfstep.policy.memory",
     "preset_table": "halfstep.policy.tables",
+    "recommend": "halfstep.policy.choice",
     "roles_of": "halfstep.policy.memory",
     "tensor_bytes": "halfstep.policy.memory",
 }

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import get_args, get_type_hints
 
 from halfstep.errors import ConfigError, suggest
-from halfstep.policy.policy import KEYS, LARGEST_SCALE, PRESETS, LossScale, Policy, States, Weights
+from halfstep.policy.policy import AUTO, KEYS, LARGEST_SCALE, PRESETS, LossScale, Policy, States, Weights
+from halfstep.policy.products import canonical
 
 FOREIGN = {  # spellings of other libraries, named in the error and not accepted: one spelling each
     "no": "fp32",
@@ -21,18 +22,23 @@ FOREIGN = {  # spellings of other libraries, named in the error and not accepted
 }
 
 
-def parse(text: str | Policy) -> Policy:
+def parse(text: str | Policy, *, auto: bool = False) -> Policy:
     """Read a policy from its text form; a `Policy` is returned as it is.
 
+    auto: whether "auto" is read too, which stands for a policy that is chosen later.
     Raises ConfigError for an unknown preset, key or value, with the nearest match.
     """
     if isinstance(text, Policy):
-        return text
+        return text if auto else chosen(text)
     if not isinstance(text, str):
         raise ConfigError(f"precision={text!r} is a {type(text).__name__}", "Give it a text such as 'bf16-mixed', or a Policy.")
     name, *settings = (part.strip() for part in text.split(","))
     if name in FOREIGN:
         raise ConfigError(f"unknown precision {name!r}", f"In halfstep's spelling it is {FOREIGN[name]!r}.")
+    if name == str(AUTO) and settings:
+        raise ConfigError(f"precision {text!r} leaves the choice to halfstep and makes part of it", "Write auto alone, or name a preset.")
+    if name == str(AUTO):
+        return AUTO if auto else chosen(AUTO)
     if name not in PRESETS:
         raise ConfigError(f"unknown precision {name!r}", suggest(name, PRESETS))
     policy, seen = PRESETS[name], set[str]()
@@ -49,6 +55,16 @@ def parse(text: str | Policy) -> Policy:
     return check(policy)
 
 
+def chosen(policy: Policy) -> Policy:
+    """`policy` itself. Raises ConfigError for "auto": here a precision must be known."""
+    if policy.is_auto:
+        raise ConfigError(
+            "precision 'auto' is chosen when the model is prepared, and here it must be known",
+            "Accelerator and TrainingArguments take 'auto'; elsewhere name a preset, such as the one that halfstep doctor advises.",
+        )
+    return policy
+
+
 def from_flags(
     *,
     precision: str | Policy | None = None,
@@ -57,7 +73,7 @@ def from_flags(
     tf32: bool | None = None,
     mixed_precision: str | None = None,
 ) -> Policy:
-    """The policy that `fp16=`, `bf16=`, `tf32=` (trainers) or `mixed_precision=` (accelerators) ask for.
+    """The policy that `fp16=`, `bf16=`, `tf32=` (trainers) or `mixed_precision=` (accelerators) ask for, or "auto".
 
     `precision` is halfstep's own text and excludes the others, except that `tf32=` may repeat what it says.
     Raises ConfigError when two of them contradict each other.
@@ -72,7 +88,9 @@ def from_flags(
     if precision is not None:
         if asked:
             raise ConfigError(f"precision={str(precision)!r} and {asked[0]} were both given", "Leave one of them out.")
-        policy = parse(precision)
+        policy = parse(precision, auto=True)
+        if tf32 and policy.is_auto:
+            raise ConfigError("precision='auto' and tf32=True were both given", "Leave one of them out.")
         if tf32 is not None and tf32 != policy.tf32:
             twin = PRESETS["tf32" if tf32 else "fp32"] if policy.preset in ("fp32", "tf32") else replace(policy, tf32=tf32)
             state = "on" if policy.tf32 else "off"
@@ -100,6 +118,8 @@ def _with(policy: Policy, key: str, value: str) -> Policy:
         return replace(policy, output=_choice(key, value, allowed))  # type: ignore[arg-type]  # checked on this line
     if key == "ops":
         return replace(policy, ops=_choice(key, value, ("cuda", "device")))  # type: ignore[arg-type]  # checked on this line
+    if key == "products":
+        return replace(policy, products=canonical(value))
     if key in ("fp32", "fp32_ops", "half_ops"):
         listed = tuple(p.strip() for p in value.split("|") if p.strip())
         return replace(policy, **{key: listed})  # type: ignore[arg-type]  # these three are tuples of text
@@ -155,7 +175,7 @@ def power_of_two(key: str, number: float, text: str = "") -> float:
 
 def check(policy: Policy) -> Policy:
     """Refuse settings of one policy that contradict each other or have no effect, whatever the device."""
-    if policy.preset not in PRESETS:
+    if chosen(policy).preset not in PRESETS:
         raise ConfigError(f"unknown precision {policy.preset!r}", suggest(policy.preset, PRESETS))
     base = PRESETS[policy.preset]
     for field in ("autocast", "whole"):
@@ -172,6 +192,7 @@ def check(policy: Policy) -> Policy:
     if policy.autocast == "fp32" and policy.fp32:
         raise ConfigError(f"fp32={'|'.join(policy.fp32)} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")
     _check_ops(policy)
+    _check_products(policy)
     if policy.autocast != "fp16" and scale.kind != "none":
         raise ConfigError(
             f"scale={scale} has no use under {policy.preset}: only fp16 gradients underflow", f"Leave it out, or use {_twin(policy, 'fp16')}."
@@ -208,6 +229,19 @@ def _check_ops(policy: Policy) -> None:
                 f"{key}={text} has no effect under {policy.preset}: there is no autocast, every op runs in the format of its inputs",
                 f"Leave it out, or use {_twin(policy, policy.autocast, 'lean')}; fp32=PATTERN holds modules in fp32 here too.",
             )
+
+
+def _check_products(policy: Policy) -> None:
+    """Refuse a way to run products where there is no choice. That a GPU has none is known when the device is."""
+    if canonical(policy.products) != policy.products:
+        raise ConfigError(f"products={policy.products} is another spelling of {canonical(policy.products)}", "Write that.")
+    if policy.products != "auto" and policy.autocast == "fp32":
+        raise ConfigError(f"products={policy.products} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")
+    if policy.products != "auto" and policy.whole:
+        raise ConfigError(
+            f"products={policy.products} has no effect under {policy.preset}: there is no autocast, torch's own kernels run",
+            f"Leave it out, or use {_twin(policy, policy.autocast, 'lean')}.",
+        )
 
 
 def _check_memory(policy: Policy, base: Policy) -> None:

@@ -64,6 +64,9 @@ class Policy:
     ops: which ops autocast runs in fp32: "cuda", torch's CUDA list on every device, or "device", torch's list of the device in use.
     fp32_ops, half_ops: names of ops (`softmax`, `layer_norm`) that autocast runs in fp32, or in 16 bits, whatever the list says.
 
+    products: how products run on a CPU: "native" (torch's 16-bit kernels), "emulated" (rounded to 16 bits, multiplied in fp32, rounded), some of each
+        ("emulated:convolution|attention"), or "auto", whichever was measured to be faster.
+
     Bytes per parameter follow from `weights` and `states`: `halfstep.policy.bytes_per_parameter` counts them.
     """
 
@@ -79,6 +82,7 @@ class Policy:
     weights: Weights = "fp32"
     states: States = "fp32"
     whole: bool = False
+    products: str = "auto"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,8 +104,13 @@ class Policy:
         """The torch dtype of the weights that this policy holds in 16 bits; fp32 when it holds none."""
         return torch.float32 if self.weights == "fp32" else self.dtype
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether it stands for one that is chosen when the device and the model are known."""
+        return self.preset == AUTO.preset
+
     def __str__(self) -> str:
-        base = PRESETS[self.preset]
+        base = PRESETS.get(self.preset, AUTO)
         return ",".join([self.preset, *(f"{key}={value}" for key, value in as_text(self).items() if value != as_text(base)[key])])
 
 
@@ -118,6 +127,8 @@ PRESETS = {
         Policy("fp16-true", autocast="fp16", scale=LossScale("dynamic"), whole=True, weights="split"),
     )
 }
+
+AUTO = Policy("auto")  # no policy yet: `halfstep.policy.recommend` chooses one
 
 SUMMARY = {
     "fp32": "everything in fp32, tf32 off",
@@ -148,6 +159,7 @@ def as_text(policy: Policy) -> dict[str, str]:
         "ops": policy.ops,
         "fp32_ops": "|".join(policy.fp32_ops),
         "half_ops": "|".join(policy.half_ops),
+        "products": policy.products,
     }
 
 

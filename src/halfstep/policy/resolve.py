@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from halfstep.errors import PolicyError
-from halfstep.hardware import Capabilities
+from halfstep.hardware import FAMILIES, Capabilities
 from halfstep.policy.parse import check
 from halfstep.policy.policy import Policy, Weights
+from halfstep.policy.products import families_of, products_text
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,12 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is decided about: a policy on a device for a model."""
+    """What is decided about: a policy on a device for a model. emulated: the families of products that a CPU emulates under it."""
 
     policy: Policy
     device: Capabilities
     model: ModelFacts
+    emulated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,20 @@ class Resolution:
     """A policy known to run on a device, and what the user should know about it.
 
     weights: how the weights that live in 16 bits are stored: the policy's `weights`, or "split" under `*-mixed` for a model loaded in 16 bits.
+    emulated: the families of products that run emulated.
     """
 
     policy: Policy
     device: Capabilities
     notes: tuple[str, ...] = ()
     weights: Weights = "fp32"
+    emulated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         p = self.policy
         parts = [f"precision {p} on {self.device.device}"]
         if p.autocast != "fp32":
-            parts.append(f"{p.autocast} products ({'native' if self.device.is_native(p.autocast) else 'emulated'})")
+            parts.append(f"{p.autocast} products ({self._how})")
         if self.weights == "plain":
             parts.append(f"{p.autocast} weights{'' if p.whole else ' as loaded'} (nothing beside them)")
         else:
@@ -68,6 +72,13 @@ class Resolution:
             parts.append(f"{p.states} optimizer states")
         parts.append(f"loss scale {p.scale}")
         return ", ".join(parts) + "".join(f"\n  note: {note}" for note in self.notes)
+
+    @property
+    def _how(self) -> str:
+        """How products run: on a CPU by the families that are emulated, elsewhere by the device's instructions."""
+        if self.device.kind == "cpu" and self.policy.is_mixed:
+            return products_text(self.emulated)
+        return "native" if self.device.is_native(self.policy.autocast) else "emulated"
 
 
 def _formats(s: Situation) -> tuple[str, ...]:
@@ -90,6 +101,21 @@ def _stored(s: Situation) -> Weights:
     return "split" if s.policy.weights == "fp32" and loaded else s.policy.weights
 
 
+def _named(families: Sequence[str]) -> str:
+    """Families of products in words."""
+    return "products" if len(families) == len(FAMILIES) else f"products of {' and '.join(families)}"
+
+
+def _emulated(policy: Policy, device: Capabilities, measured: Sequence[str] | None) -> tuple[str, ...]:
+    """The families of products that a CPU emulates: as the policy says, else as measured, else all where it has no instructions."""
+    if device.kind != "cpu" or not policy.is_mixed:
+        return ()
+    asked = families_of(policy.products)
+    if asked is None and measured is None:
+        return () if device.is_native(policy.autocast) else FAMILIES
+    return asked if asked is not None else tuple(measured or ())
+
+
 def _listed(names: tuple[str, ...]) -> str:
     return f"{len(names)} (the first is {names[0]!r})"
 
@@ -100,6 +126,12 @@ RULES = (
         lambda s: s.policy.tf32 and not s.device.is_native("tf32"),
         lambda s: f"tf32 was asked for, and {s.device.device} ({s.device.name}) has no tf32",
         lambda s: "It needs an NVIDIA GPU of the Ampere generation or newer; leave tf32 out to train in fp32.",
+    ),
+    Rule(
+        "products-device",
+        lambda s: s.policy.products != "auto" and s.device.kind != "cpu",
+        lambda s: f"products={s.policy.products} has no effect on {s.device.device} ({s.device.name}), whose own kernels run",
+        lambda s: "Leave it out; it is for CPUs.",
     ),
     Rule(
         "weights-16-bit",
@@ -145,8 +177,8 @@ RULES = (
     ),
     Rule(
         "emulated-cpu",
-        lambda s: s.policy.is_mixed and s.device.kind == "cpu" and not s.device.is_native(s.policy.autocast),
-        lambda s: f"this CPU has no {s.policy.autocast} instructions: operands are rounded to it, multiplied in fp32 and the result rounded",
+        lambda s: bool(s.emulated),
+        lambda s: f"on this CPU {s.policy.autocast} {_named(s.emulated)} run emulated: operands rounded, multiplied in fp32 and the result rounded",
         lambda s: "The numbers are those of 16-bit products with fp32 accumulation; it is not faster than fp32.",
         refuse=False,
     ),
@@ -187,10 +219,21 @@ RULES = (
 )
 
 
-def resolve(policy: Policy, device: Capabilities, model: ModelFacts | None = None, rules: Iterable[Rule] = RULES) -> Resolution:
-    """Check `policy` against a device and a model. Raises PolicyError with cause and remedy when a rule forbids it."""
+def resolve(
+    policy: Policy,
+    device: Capabilities,
+    model: ModelFacts | None = None,
+    rules: Iterable[Rule] = RULES,
+    emulated: Sequence[str] | None = None,
+) -> Resolution:
+    """Check `policy` against a device and a model. Raises PolicyError with cause and remedy when a rule forbids it.
+
+    emulated: the families of products that were measured to be faster so on this CPU; without it all count where it has no instructions.
+    """
+    if policy.is_auto:
+        return Resolution(policy, device, ("it is chosen when the model is prepared",))
     check(policy)
-    situation = Situation(policy, device, model or ModelFacts())
+    situation = Situation(policy, device, model or ModelFacts(), _emulated(policy, device, emulated))
     notes = []
     for rule in rules:
         if not rule.applies(situation):
@@ -198,4 +241,4 @@ def resolve(policy: Policy, device: Capabilities, model: ModelFacts | None = Non
         if rule.refuse:
             raise PolicyError(rule.cause(situation), rule.remedy(situation))
         notes.append(f"{rule.cause(situation)}. {rule.remedy(situation)}")
-    return Resolution(policy, device, tuple(notes), _stored(situation))
+    return Resolution(policy, device, tuple(notes), _stored(situation), situation.emulated)

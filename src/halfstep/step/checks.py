@@ -48,6 +48,8 @@ def refuse_settings(optimizer: Optimizer) -> None:
     for i, group in enumerate(optimizer.param_groups):
         for name in SETTINGS:
             given = group.get(name)
+            if given is None or (type(given) is float and math.isfinite(given)):
+                continue
             for value in given if isinstance(given, tuple | list) else (given,):
                 number = float(value) if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" else value
                 if isinstance(number, int | float) and not math.isfinite(number):
@@ -100,12 +102,17 @@ def refuse_unseen(optimizer: Optimizer, name: Callable[[Tensor], str]) -> None:
     )
 
 
-def refuse_states(optimizer: Optimizer, name: Callable[[Tensor], str]) -> None:
-    """States on another device than their parameter: the model moved after the optimizer had stepped or loaded."""
+def refuse_states(optimizer: Optimizer, name: Callable[[Tensor], str], looked: tuple[object, ...] = ()) -> tuple[object, ...]:
+    """States on another device than their parameter: the model moved after the optimizer had stepped or loaded.
+
+    Returns what was looked at: given back as `looked`, nothing is looked at again while it is the same.
+    """
     states = getattr(optimizer, "state", None)
     if not isinstance(states, Mapping):
-        return
-    for p in parameters(optimizer):
+        return ()
+    held = parameters(optimizer)
+    found = (id(states), len(states), *[p.device for p in held])
+    for p in held if found != looked else ():
         own = states.get(p)
         for key, value in own.items() if isinstance(own, Mapping) else ():
             if isinstance(value, Tensor) and value.dim() and value.device != p.device:
@@ -113,6 +120,7 @@ def refuse_states(optimizer: Optimizer, name: Callable[[Tensor], str]) -> None:
                     f"the model has moved since its optimizer was made: {name(p)} is on {p.device} and its {key} on {value.device}",
                     "Move the model first, then make the optimizer, then load its state.",
                 )
+    return found
 
 
 def refuse_edits(edited: list[Tensor], mixed: list[Tensor], name: Callable[[Tensor], str]) -> None:

@@ -25,7 +25,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     Bad gradients, and what else only a step will use that is refused for them, are left as they are: the norm is then that of the
     bad ones (inf, NaN, or very large), and what other optimizers will use is clipped among itself.
     """
-    _refuse_norm(max_norm)
+    refuse_norm(max_norm)
     known = {id(p): p for p in chosen}
     if all(p.grad is None for p in known.values()):
         return torch.zeros(())
@@ -49,11 +49,12 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
 
 def clip_to(norm: float, max_norm: float) -> float:
     """What gradients of this norm are to be multiplied by. Raises ConfigError when `max_norm` is none."""
-    _refuse_norm(max_norm)
+    refuse_norm(max_norm)
     return numerics.clip_factor(norm, max_norm)
 
 
-def _refuse_norm(max_norm: float) -> None:
+def refuse_norm(max_norm: float) -> None:
+    """Raise ConfigError when `max_norm` is no norm."""
     if not max_norm >= 0:
         raise ConfigError(f"max_norm={max_norm} is no norm", "Use a number of 0 or more.")
 
@@ -111,8 +112,8 @@ def _clip_fit(state: StepState, owners: list[Any], records: list[Record], used: 
             record.signs.append(sign)
     elif norm_type == 2.0:
         fresh = len(records) == 1 and records[0].verdict is not None and not records[0].clipped and records[0].judged(grads)
-        total = _clip_by_norm(grads, max_norm, records[0].verdict.norm if fresh and records[0].verdict else None)
-        clipped = numerics.clip_factor(float(total), max_norm) < 1.0
+        total, number = _clip_by_norm(grads, max_norm, records[0].verdict.norm if fresh and records[0].verdict else None)
+        clipped = numerics.clip_factor(number, max_norm) < 1.0
     else:
         total = torch.nn.utils.clip_grad_norm_(used, max_norm, norm_type)
         clipped = not later and numerics.clip_factor(float(total), max_norm) < 1.0
@@ -124,13 +125,16 @@ def _clip_fit(state: StepState, owners: list[Any], records: list[Record], used: 
     return total
 
 
-def _clip_by_norm(grads: list[Tensor], max_norm: float, measured: float | None) -> Tensor:
-    values = [numerics.stored(g) for g in grads]
-    total = torch.tensor(measured, device=grads[0].device) if measured is not None else numerics.norm(values, grads[0].device)
-    if not math.isfinite(float(total)):  # no gradient is bad: only the squares overflowed
-        total = numerics.wide_norm(values, grads[0].device).float()
-    numerics.multiply_(grads, numerics.clip_factor(float(total), max_norm))
-    return total
+def _clip_by_norm(grads: list[Tensor], max_norm: float, measured: float | None) -> tuple[Tensor, float]:
+    """The norm, as a tensor and as a number."""
+    device, values = grads[0].device, [numerics.stored(g) for g in grads]
+    total = torch.full((), measured, device=device) if measured is not None else numerics.norm(values, device)
+    number = measured if measured is not None else float(total)
+    if not math.isfinite(number):  # no gradient is bad: only the squares overflowed
+        total = numerics.wide_norm(values, device).float()
+        number = float(total)
+    numerics.multiply_(grads, numerics.clip_factor(number, max_norm))
+    return total, number
 
 
 def _clip_on_device(grads: list[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:

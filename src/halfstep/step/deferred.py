@@ -23,7 +23,7 @@ class Reading:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(values.device))
         else:
             self._host = values
 
@@ -80,11 +80,11 @@ def divides_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not optimizer._optimizer_step_pre_hooks
 
 
-def step_on_device(optimizer: Optimizer, bad: Tensor, scale: float) -> None:
+def step_on_device(optimizer: Optimizer, bad: Tensor, scale: float | Tensor) -> None:
     """Call the fused optimizer's step; it divides the gradients by `scale` and does nothing where `bad` is 1."""
-    device = bad.device
+    divisor = scale if isinstance(scale, Tensor) else None if scale == 1.0 else torch.full((), scale, device=bad.device)
     optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own protocol with its GradScaler
-    optimizer.grad_scale = None if scale == 1.0 else torch.full((), scale, device=device)  # type: ignore[attr-defined]
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:

@@ -34,6 +34,8 @@ from halfstep.step.start import Start
 from halfstep.step.state import OnOverflow, StepState
 from halfstep.step.verdict import Agree, Verdict
 
+NOT_LOOKED_AT = Reached((), ())
+
 
 class StepEngine:
     """Carries out optimizer steps under one loss scale and refuses the bad ones.
@@ -55,6 +57,7 @@ class StepEngine:
         self._start = Start(agree)
         self._update_due = False  # update() was called while a verdict was on its way
         self._task = -1  # the number that autograd gives to the backward pass at hand
+        self._reaches: list[int] | None = None  # ids of the parameters of all optimizers, when a graph was looked at that reaches no others
         self._going_through: list[Tensor | None] = []  # losses that the backward pass at hand has come through
 
     @property
@@ -124,9 +127,10 @@ class StepEngine:
         state.penalty = None
         self.settle()
         self._begin()
-        reached = state.watch.look(loss)
-        state.ledger.look(state.everybody())
-        narrow.before_a_backward_pass(state)
+        reached = self._reached(loss)
+        known = state.everybody()
+        state.ledger.look(known, listen=state.scaling.active)
+        narrow.before_a_backward_pass(state, known)
         state.buffers.found(reached.statistics)
         self._choose_scale(loss, reached)
         state.ledger.begin()
@@ -146,9 +150,24 @@ class StepEngine:
         when_backward_ends(loss, lambda grad: self._backward_begins(seen, grad), self._backward_ended)
         return loss
 
+    def _reached(self, loss: Tensor) -> Reached:
+        """What a loss reaches. Nobody looks where nothing is scaled, modules are known, and optimizers have all that was reached so far."""
+        state = self.state
+        if state.scaling.active or not state.buffers.has_modules:
+            return state.watch.look(loss)
+        own = [id(p) for p in state.owned()]
+        if own != self._reaches:
+            reached = state.watch.look(loss)
+            self._reaches = own if own and {id(p) for p in state.watch.leaves()} <= set(own) else None
+            return reached
+        return NOT_LOOKED_AT
+
     def _choose_scale(self, loss: Tensor, reached: Reached) -> None:
         """The scale of this loss: that of the gradients at hand, if there are any, unless the step calibrates and it must be lower."""
         state = self.state
+        if not state.scaling.active:
+            state.made_under = state.scaling.scale
+            return
         under_way = state.made_under is not None and state.in_flight()
         if not under_way:
             state.scaling.begin()
@@ -203,12 +222,14 @@ class StepEngine:
         state = self.state
         losses = [loss for loss in self._going_through if loss is not None]
         self._going_through = []
-        seen = torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if losses else None
+        seen = torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if len(losses) > 1 else losses[0] if losses else None
         moved, added = state.ledger.note(state.sign, state.passes, seen)
         state.noticed += 1
         state.passes += 1
         state.replay.note(moved, added)
         for owner, record in state.records.items():
+            if not record.unscaled:
+                continue
             own = {id(p) for p in parameters(owner)}
             if not own & moved:
                 continue

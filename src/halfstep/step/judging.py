@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from halfstep.step.marks import gradients, marks, parameters
 from halfstep.step.narrow import widen_fp16
 from halfstep.step.record import Record
 from halfstep.step.state import Loose, StepState
-from halfstep.step.verdict import Evidence, Verdict, decide, gather
+from halfstep.step.verdict import LARGEST_GRADIENT, Evidence, Verdict, decide, gather
 
 
 def make_unscaled(state: StepState, owner: Any) -> Verdict | None:
@@ -34,11 +35,14 @@ def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None
     divide: False leaves that to the optimizer, whose step must follow at once.
     """
     record = state.record(owner)
-    evidence, record.loss = measure(state, owner), state.loss_of(owner)
-    if defers(state, owner):
-        record.evidence, record.verdict = evidence, None
-    else:
-        record.evidence, record.verdict = None, _decided(state, owner, record, evidence)
+    record.loss, record.evidence = state.loss_of(owner), None
+    record.verdict = _at_once(state, owner, record, record.loss)
+    if record.verdict is None:
+        evidence = measure(state, owner)
+        if defers(state, owner):
+            record.evidence = evidence
+        else:
+            record.verdict = _decided(state, owner, record, evidence)
     unscaled = record.verdict is None or record.verdict.fit
     if unscaled and divide:
         if state.scale_at_hand != 1.0:
@@ -51,6 +55,26 @@ def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None
     return record.verdict
 
 
+def _at_once(state: StepState, owner: Any, record: Record, loss: Tensor | None) -> Verdict | None:
+    """The verdict on fp32 gradients on a CPU that bear no scale and are fit, from their norm alone; None: they must be looked at closely."""
+    if (
+        state.scale_at_hand != 1.0
+        or state.agree is not None
+        or state.scaling.senses
+        or isinstance(owner, Loose)
+        or getattr(owner, "knows_masters", False)
+    ):
+        return None
+    held = gradients(owner)
+    if state.watching.wants(owner, record.applied) or defers(state, owner):
+        return None
+    if not all(g.dtype is torch.float32 and g.is_cpu and g.layout is torch.strided for g in held):
+        return None
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(held)))
+    norm, seen = torch.stack((total, total.new_zeros(()) if loss is None else loss.detach().to(total))).tolist()
+    return Verdict(True, norm) if norm <= LARGEST_GRADIENT and math.isfinite(seen) else None
+
+
 def measure(state: StepState, owner: Any) -> Evidence:
     """Evidence on the gradients of `owner` as they are, still scaled. Raises StepOrderError when they were changed since the backward pass."""
     if state.scale_at_hand != 1.0:
@@ -60,7 +84,7 @@ def measure(state: StepState, owner: Any) -> Evidence:
         checks.refuse_edits([] if state.editing else state.ledger.edited(own), state.ledger.mixed(own), state.called)
         shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
         numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
-    compiled = bool(getattr(owner, "takes_factor", False))
+    compiled = bool(getattr(owner, "knows_masters", False))
     lasts = not isinstance(owner, Loose)
     wanted = lasts and state.watching.wants(owner, state.record(owner).applied)
     evidence = gather(gradients(owner), state.scale_at_hand, state.loss_of(owner), state.agree, state.scaling.senses, compiled, watch=wanted)
@@ -72,7 +96,8 @@ def measure(state: StepState, owner: Any) -> Evidence:
 def defers(state: StepState, owner: Any) -> bool:
     """Whether the verdict on this optimizer's gradients may be read after its step."""
     wanted = gradients(owner)[0].is_cuda if state.deferred is None else state.deferred
-    return wanted and state.on_overflow == "skip" and can_defer(owner)
+    looked_into = state.heal == "skip" or bool(state.trying)  # what heals must be known while the forward pass is remembered
+    return wanted and looked_into and state.on_overflow == "skip" and can_defer(owner)
 
 
 def _decided(state: StepState, owner: Any, record: Record, evidence: Evidence) -> Verdict:

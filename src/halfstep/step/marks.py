@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import finalize, ref
@@ -58,7 +58,7 @@ def maker_of(gradient: Tensor) -> Any:
     return sign.maker() if isinstance(sign, Sign) else None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Left:
     """How a backward pass, or unscaling, left the gradient of one parameter."""
 
@@ -97,37 +97,49 @@ def _take_away(armed: dict[int, tuple[ref[Tensor], Any]]) -> None:
 
 
 class Ledger:
-    """How the last backward pass left each gradient, by parameter, from which losses, and what was done with it since."""
+    """How the last backward pass left each gradient, by parameter, from which losses, and what was done with it since.
+
+    turn: grows whenever an answer may change but by gradients being cleared.
+    """
 
     def __init__(self) -> None:
         self._left: dict[int, _Left] = {}
         self._armed: dict[int, tuple[ref[Tensor], Any]] = {}  # with the handles of their hooks, which are taken away with the ledger
         finalize(self, _take_away, self._armed)
         self._sums: dict[int, tuple[ref[Tensor], int]] = {}  # accumulations since the last loss was scaled
+        self._compared: Sequence[Tensor] | None = None  # parameters that nobody listens to: their gradients are compared with how they were
+        self._strange: dict[int, tuple[ref[Tensor], int]] = {}  # gradients of these, with their versions, that no backward pass has left
         self._losses: dict[int, Tensor] = {}
+        self.turn = 0
 
     def heard(self, p: Tensor) -> None:
         """A backward pass has added to the gradient of `p`."""
         known = self._sums.get(id(p))
         self._sums[id(p)] = (ref(p), 1 if known is None or known[0]() is not p else known[1] + 1)
 
-    def look(self, owners: Iterable[Tensor]) -> None:
+    def look(self, owners: Sequence[Tensor], listen: bool = True) -> None:
         """Before a backward pass: listen to all parameters, and take down what was done to gradients since the last one.
 
-        Gradients that were changed in place are read (once for all): all zeros were cleared, others were edited.
+        Gradients that were changed in place are read (once for all): all zeros were cleared, others were edited. listen: False where gradients
+        bear no scale, so that an edit of the user's need not be told from what a backward pass adds: a call for each of them is spared.
         """
+        self.turn += 1
         self._sums.clear()
+        self._strange.clear()
+        self._compared = None if listen else owners
         changed = []
+        known = self._left
         for p in owners:
-            armed = self._armed.get(id(p))
-            if (armed is None or armed[0]() is not p) and p.requires_grad and p.is_leaf:
-                self._armed[id(p)] = ref(p), p.register_post_accumulate_grad_hook(_Heard(self))  # type: ignore[no-untyped-call]
-            left, g = self._left.get(id(p)), p.grad
-            if left is None or (left.is_of(p) and g is not None and left.version == g._version):
-                continue
-            if g is None or left.parameter() is not p:
-                self._left.pop(id(p))
-            else:
+            i, g = id(p), p.grad
+            if listen and ((armed := self._armed.get(i)) is None or armed[0]() is not p) and p.requires_grad and p.is_leaf:
+                self._armed[i] = ref(p), p.register_post_accumulate_grad_hook(_Heard(self))  # type: ignore[no-untyped-call]
+            left = known.get(i)
+            if left is None:
+                if g is not None and not listen:
+                    self._strange[i] = ref(g), g._version
+            elif g is None or left.parameter() is not p:
+                del known[i]
+            elif left.version != g._version or left.gradient() is not g:
                 changed.append((p, left, g))
         present = torch.stack([stored(g).any().to(changed[0][2].device) for _, _, g in changed]).tolist() if changed else []
         for (p, left, g), some in zip(changed, present, strict=True):
@@ -135,12 +147,13 @@ class Ledger:
                 left.edited = not left.used
                 left.gradient, left.version = ref(g), g._version
             else:
-                self._left.pop(id(p))
+                del known[id(p)]
         for i in [i for i, (r, _) in self._armed.items() if r() is None]:
             del self._armed[i]
-            self._left.pop(i, None)
-        alive = frozenset[int]().union(*(left.losses for left in self._left.values()))
-        self._losses = {n: loss for n, loss in self._losses.items() if n in alive}
+            known.pop(i, None)
+        alive = {id(left.losses): left.losses for left in known.values()}
+        numbers = frozenset[int]().union(*alive.values())
+        self._losses = {n: loss for n, loss in self._losses.items() if n in numbers}
 
     def begin(self) -> None:
         """What was heard so far was no backward pass of a step (probes, others' losses)."""
@@ -151,30 +164,59 @@ class Ledger:
 
         Returns the ids of these parameters, and of those among them whose gradient it has added to (others were cleared before).
         """
+        self.turn += 1
         moved, added = set(), set()
         if loss is not None:
             self._losses[number] = loss
+        fresh = frozenset((number,))
+        joined: dict[int, frozenset[int]] = {}
+        for p, g, grown in self._heard() if self._compared is None else self._moved(self._compared):
+            i, before = id(p), self._left.get(id(p))
+            moved.add(i)
+            new = self._left[i] = _Left(ref(p), ref(g), g._version, losses=fresh)
+            if grown and before is not None:
+                added.add(i)
+                new.mixed, new.edited = before.used or before.spent or before.mixed, before.edited
+                if id(before.losses) not in joined:
+                    joined[id(before.losses)] = fresh | before.losses
+                new.losses = joined[id(before.losses)]
+            g.made_by = sign  # type: ignore[attr-defined]  # read by the guard of plain optimizer steps and by amp.clip_grad_norm_
+        return moved, added
+
+    def _heard(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Parameters whose hooks have told of this backward pass, with their gradients, and whether nothing else has changed these since the last."""
         sums, self._sums = self._sums, {}
         for i, (owner, times) in sums.items():
             p = owner()
             g = p.grad if p is not None else None
-            if p is None or g is None:
+            if p is not None and g is not None:
+                before = self._left.get(i)
+                yield p, g, before is not None and before.is_of(p) and before.version + times == g._version
+
+    def _moved(self, owners: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Parameters whose gradients are not as they were, with these, and whether they are the same tensors."""
+        for p in owners:
+            g = p.grad
+            if g is None:
                 continue
-            before = self._left.get(i)
-            grown = before is not None and before.is_of(p) and before.version + times == g._version
-            moved.add(i)
-            new = _Left(ref(p), ref(g), g._version, losses=frozenset((number,)))
-            if grown and before is not None:
-                added.add(i)
-                new.mixed, new.edited = before.used or before.spent or before.mixed, before.edited
-                new.losses |= before.losses
-            self._left[i] = new
-            g.made_by = sign  # type: ignore[attr-defined]  # read by the guard of plain optimizer steps and by amp.clip_grad_norm_
-        return moved, added
+            before = self._left.get(id(p))
+            if before is None:
+                strange = self._strange.get(id(p))
+                if strange is None or strange[0]() is not g or strange[1] != g._version:
+                    yield p, g, False
+            elif before.gradient() is not g or before.parameter() is not p:
+                yield p, g, False
+            elif before.version != g._version:
+                yield p, g, True
 
     def loss(self, owners: Iterable[Tensor], after: int) -> Tensor | None:
         """The sum of the losses, of those numbered above `after`, that gave these parameters their gradients; None when there were none."""
-        numbers = frozenset[int]().union(*(left.losses for p in owners if (left := self._left.get(id(p))) is not None and left.is_of(p)))
+        found: dict[int, frozenset[int]] = {}
+        for p in owners:
+            left = self._left.get(id(p))
+            if left is not None and id(left.losses) not in found and left.is_of(p):
+                found[id(left.losses)] = left.losses
+        numbers = frozenset[int]().union(*found.values())
         total: Tensor | None = None
         for number in sorted(n for n in numbers & self._losses.keys() if n > after):
             seen = self._losses[number]
@@ -183,12 +225,14 @@ class Ledger:
 
     def replace(self, p: Tensor, old: Tensor, new: Tensor) -> None:
         """The gradient of `p` is another tensor of the same values from now on."""
+        self.turn += 1
         left = self._left.get(id(p))
         if left is not None and left.gradient() is old and left.version == old._version:
             left.gradient, left.version = ref(new), new._version
 
     def rescale(self, factor: float) -> None:
         """Multiply all losses taken down by `factor`."""
+        self.turn += 1
         self._losses = {number: loss * factor for number, loss in self._losses.items()}
 
     def is_unscaled(self, p: Tensor) -> bool:
@@ -203,6 +247,7 @@ class Ledger:
 
     def again(self) -> None:
         """Accept all gradients as they are now."""
+        self.turn += 1
         for left in self._left.values():
             p = left.parameter()
             if p is not None and p.grad is not None:
@@ -233,19 +278,17 @@ class Ledger:
                 found.append(p)
         return found
 
-    def use(self, owners: Iterable[Tensor], unscaled: bool = True) -> None:
-        """The gradients of these parameters are as they should be now; `unscaled`: and no longer multiplied by the loss scale."""
+    def use(self, owners: Iterable[Tensor], unscaled: bool = True, spent: bool = False) -> None:
+        """The gradients of these parameters are as they should be now. unscaled: no longer multiplied by the loss scale. spent: see `spend`."""
         for p in owners:
-            if p.grad is None:
+            g = p.grad
+            if g is None:
                 continue
             left = self._left.get(id(p))
-            if left is None or not left.is_of(p):
-                left = self._left[id(p)] = _Left(ref(p), ref(p.grad), p.grad._version)
-            left.version, left.used = p.grad._version, left.used or unscaled
+            if left is None or left.gradient() is not g or left.parameter() is not p:
+                left = self._left[id(p)] = _Left(ref(p), ref(g), g._version)
+            left.version, left.used, left.spent = g._version, left.used or unscaled, left.spent or spent
 
     def spend(self, owners: Iterable[Tensor]) -> None:
         """A step was taken with these gradients, or refused; what comes next are new losses."""
-        self.use(owners, unscaled=False)
-        for p in owners:
-            if p.grad is not None:
-                self._left[id(p)].spent = True
+        self.use(owners, unscaled=False, spent=True)

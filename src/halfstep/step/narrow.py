@@ -59,9 +59,9 @@ def _mark_anew(record: Record, changed: dict[int, Tensor]) -> None:
     record.marks, record.spent = tuple(map(twin, record.marks)), tuple(map(twin, record.spent))
 
 
-def before_a_backward_pass(state: StepState) -> None:
-    """What comes adds to gradients that wait: those are fp32 from now on. Where gradients were cleared, 16 bits do again."""
-    widen(state, state.everybody())
+def before_a_backward_pass(state: StepState, known: Iterable[Tensor]) -> None:
+    """What comes adds to gradients of `known` that wait: those are fp32 from now on. Where gradients were cleared, 16 bits do again."""
+    widen(state, known)
     for i, owner in list(state.widened.items()):
         p = owner()
         if p is None or p.grad is None:

@@ -29,11 +29,14 @@ class Record:
     losses: int = 0  # how many had been scaled when the verdict was reached
     spent: Marks = ()  # gradients a step was taken with that nobody has cleared or added to
     loss: Tensor | None = None  # sum of the losses that gave this optimizer its gradients
+    loss_at: tuple[int, int] = (-1, 0)  # the ledger's turn, and `spent_to`, when `loss_then` was that sum
+    loss_then: Tensor | None = None
     spent_to: int = 0  # the number of the last loss before its last step
     bad_steps: int = 0  # in a row
     applied: int = 0  # steps that moved the weights
     stalled: float | None = None  # share of the last step's updates that rounded away, where it was measured
     pending: Pending | None = None  # a step whose verdict has not been read
+    devices: tuple[object, ...] = ()  # what was found in order when the devices of the states were looked at last
     hooks: list[Callable[[], object]] = field(default_factory=list)  # run after each step that was applied
 
     @property

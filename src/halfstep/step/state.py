@@ -25,6 +25,10 @@ from halfstep.step.watching import Watching
 OnOverflow = Literal["skip", "replay", "raise"]
 
 
+def _nothing() -> int:
+    return 0
+
+
 class Loose:
     """Parameters whose gradients were unscaled for a clip before their optimizer was seen. Stands in for that optimizer until it steps."""
 
@@ -57,6 +61,7 @@ class StepState:
     bad_before: int = 0  # bad steps in a row of a run that this one goes on from
     stepping: bool = False  # a step is being taken
     trying: frozenset[str] = frozenset()  # "overflow": steps that overflow will be computed again; "pin": those whose culprits were pinned
+    remembered: Callable[[], int] = _nothing  # which window the forward passes belong to that `explain` can look at
     explain: Explain | None = None  # a second look at the forward passes of a bad step
     heal: Heal = "skip"  # what becomes of a module whose values 16 bits do not hold
     checkpoint: str = ""  # the last one of this run, for who must go back to it
@@ -108,7 +113,13 @@ class StepState:
 
     def loss_of(self, owner: Any) -> Tensor | None:
         """The sum of the losses that gave an optimizer its gradients; of all losses when no backward pass was noticed."""
-        return self.ledger.loss(parameters(owner), self.record(owner).spent_to) if self.noticed else self.loss
+        if not self.noticed:
+            return self.loss
+        record = self.record(owner)
+        at = (self.ledger.turn, record.spent_to)
+        if record.loss_at != at:
+            record.loss_at, record.loss_then = at, self.ledger.loss(parameters(owner), record.spent_to)
+        return record.loss_then
 
     def in_flight(self) -> bool:
         """Whether there are gradients that no optimizer has stepped with: they keep their scale."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.step import checks, refusal
-from halfstep.step.clipping import adopt, clip, clip_to
+from halfstep.step.clipping import adopt, clip, clip_to, refuse_norm
 from halfstep.step.closures import step_with_closure
 from halfstep.step.deferred import Pending, Reading, divides_itself, step_on_device
 from halfstep.step.judging import defers, make_unscaled, measure, unscale
@@ -24,7 +25,7 @@ from halfstep.step.result import DeferredResult, Reason, StepResult
 from halfstep.step.scaling import Seen
 from halfstep.step.stalled import Before, share_of
 from halfstep.step.state import StepState
-from halfstep.step.verdict import NAMED, Verdict, decide
+from halfstep.step.verdict import NAMED, Evidence, Verdict, decide
 from halfstep.step.watching import Watch
 
 NOTHING = Explained()
@@ -36,7 +37,7 @@ def take(
 ) -> StepResult:
     """Judge what is not judged yet, then clip to `max_norm` and step, or refuse. stalled: measure what was rounded away."""
     record = state.record(optimizer)
-    checks.refuse_states(optimizer, state.called)
+    record.devices = checks.refuse_states(optimizer, state.called, record.devices)
     before = Before(optimizer) if stalled else Before(optimizer, SAMPLED) if state.watching.wants_updates(record.applied) else None
     if closure is not None:
         if max_norm is not None:
@@ -45,15 +46,16 @@ def take(
     else:
         adopt(state, optimizer)
         checks.refuse_settings(optimizer)
+        fused = not record.unscaled and divides_itself(optimizer)
+        if fused and defers(state, optimizer):
+            record.evidence = measure(state, optimizer)
+            return _take_on_device(state, optimizer, record, _divisor(state, record, record.evidence, max_norm), before)
         late = not record.unscaled and divides_late(optimizer) and (max_norm is not None or has_fp16_gradients(optimizer))
         if max_norm is not None and not late:
             clip(state, parameters(optimizer), max_norm, 2.0)
         if late:
             return _told(state, optimizer, record, _take_late(state, optimizer, record, max_norm), before)
-        fused = not record.unscaled and divides_itself(optimizer)
-        if fused and defers(state, optimizer):
-            record.evidence = measure(state, optimizer)
-            return _take_on_device(state, optimizer, record, state.scale_at_hand, before)
+        fused = not record.unscaled and divides_itself(optimizer)  # a clip has unscaled
         fused = fused and state.scale_at_hand != 1.0
         verdict = unscale(state, optimizer, divide=False) if fused else make_unscaled(state, optimizer)
         if verdict is None and record.evidence is not None:
@@ -80,6 +82,8 @@ def _take_late(state: StepState, optimizer: Any, record: Record, max_norm: float
     except BaseException:
         record.forget()  # they are still scaled
         raise
+    if getattr(optimizer, "writes_gradients", False):
+        state.ledger.use(parameters(optimizer))
     return verdict
 
 
@@ -93,8 +97,10 @@ def _told(state: StepState, optimizer: Optimizer, record: Record, verdict: Verdi
     watch = state.watching.watch(optimizer, record.applied, moved)
     loss = state.loss_of(optimizer)
     record.loss = record.loss if loss is None else loss  # some optimizers clear gradients in their step
-    with state.buffers.untouched():
-        said = refusal.explained(state.explain, verdict, state.heal, state.watching.number(record.applied))
+    said = NOTHING
+    if not verdict.fit:
+        with state.buffers.untouched():
+            said = refusal.explained(state.explain, verdict, state.heal, state.watching.number(record.applied))
     result = _result(state, verdict, record, state.scale_at_hand, record.heard, watch, said)
     _spend(state, optimizer, record)
     _window_ends(state, verdict.fit)
@@ -109,7 +115,20 @@ def no_gradients(state: StepState, optimizer: Optimizer) -> StepResult:
     return StepResult(False, "no-gradients", scale=scale, next_scale=scale, loss_tensor=state.loss, detail=detail)
 
 
-def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scale: float, before: Before | None) -> StepResult:
+def _divisor(state: StepState, record: Record, evidence: Evidence, max_norm: float | None) -> float | Tensor:
+    """What the device divides the gradients by: the loss scale, and with `max_norm` also what brings their norm down to that."""
+    scale = state.scale_at_hand
+    if max_norm is None:
+        return scale
+    refuse_norm(max_norm)
+    norm = evidence.values[0] / scale
+    if max_norm == 0:
+        return torch.full_like(norm, math.inf)
+    record.signs.append(torch.isfinite(norm) & (norm + 1e-6 > max_norm))
+    return scale * torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+
+
+def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scale: float | Tensor, before: Before | None) -> StepResult:
     """Let the device decide. The result is found out when somebody asks, and at the next loss at the latest."""
     evidence = record.evidence
     assert evidence is not None
@@ -120,15 +139,19 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     moved = counts * (bad == 0).to(counts.device) if counts is not None else None  # a refused step has made no updates
     watch = state.watching.watch(optimizer, record.applied, moved)
     told = Record(clipped=record.clipped, loss=state.loss_of(optimizer))
-    made_under, hopeless = state.scale_at_hand, state.hopeless
+    made_under, hopeless, window = state.scale_at_hand, state.hopeless, state.remembered()
+    number = state.watching.number(record.applied)
 
     def find() -> StepResult:
-        verdict = decide(evidence, reading.numbers(), name)
+        verdict, said = decide(evidence, reading.numbers(), name), NOTHING
         if hopeless and not verdict.fit:
             verdict = verdict.not_the_scale()
+        if not verdict.fit and window == state.remembered():  # else its forward passes are forgotten
+            with state.buffers.untouched():
+                said = refusal.explained(state.explain, verdict, state.heal, number)
         told.stalled = share_of(moved) if before is not None and before.whole else None
         told.clipped = told.clipped or (signs is not None and verdict.fit and bool(signs.numbers()[0]))
-        result = _result(state, verdict, told, made_under, False, watch)
+        result = _result(state, verdict, told, made_under, False, watch, said)
         if state.scaling.active:
             state.unheard.append(verdict)
         return result
@@ -141,13 +164,13 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     return DeferredResult(pending.settle, told.loss)
 
 
-def _divide_and_step(state: StepState, optimizer: Optimizer, record: Record, bad: Tensor, scale: float) -> None:
+def _divide_and_step(state: StepState, optimizer: Optimizer, record: Record, bad: Tensor, scale: float | Tensor) -> None:
     """The step of a fused optimizer, which divides by `scale` itself. If it fails before that, the gradients are as a backward pass left them."""
     try:
         with state.taking_a_step():
             step_on_device(optimizer, bad, scale)
     except BaseException:
-        if scale != 1.0:
+        if isinstance(scale, Tensor) or scale != 1.0:
             record.forget()
         raise
     state.ledger.use(parameters(optimizer))

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 
+from halfstep.amp import bound_policy
 from halfstep.errors import ConfigError
-from halfstep.optim import HALF, AdamW
+from halfstep.optim import HALF, AdamW, FusedAdamW
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import CallbackList
 
@@ -56,9 +57,12 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:
     if args.optim == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
-    stored = args.policy.weights != "fp32" or args.policy.states != "fp32" or any(p.dtype in HALF for p in trainable)
+    policy = bound_policy(model) or args.policy  # what "auto" became
+    stored = policy.weights != "fp32" or policy.states != "fp32" or any(p.dtype in HALF for p in trainable)
     if args.optim == "adamw_halfstep" or (args.optim == "auto" and stored):
         return AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, seed=args.seed)
+    if args.optim != "adamw_torch" and all(p.device.type == "cpu" for p in trainable):
+        return FusedAdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=args.optim != "adamw_torch")
 
 
@@ -68,7 +72,8 @@ def step_options(args: TrainingArguments, optimizer: Any, callbacks: CallbackLis
     max_norm: clipping is left to its own pass, where it can and no callback looks at the gradients before the step.
     stalled: the share of updates that round away is measured, since the step will be logged.
     """
-    late = args.max_grad_norm > 0 and getattr(optimizer, "takes_factor", False) and not callbacks.listens("on_pre_optimizer_step")
+    itself = getattr(optimizer, "takes_factor", False) or getattr(optimizer, "_step_supports_amp_scaling", False)
+    late = args.max_grad_norm > 0 and itself and not callbacks.listens("on_pre_optimizer_step")
     return {"max_norm": args.max_grad_norm if late else None, "stalled": args.log_stalled and (step + 1) % args.logging_steps == 0}
 
 

@@ -76,13 +76,18 @@ class CallbackList:
         """Add a callback, or a class of callbacks to make one of."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
+    def listeners(self, event: str) -> list[TrainerCallback]:
+        """The callbacks that do something at `event`."""
+        nothing = getattr(TrainerCallback, event, None)
+        return [c for c in self.callbacks if getattr(type(c), event, None) is not nothing or event in getattr(c, "__dict__", ())]
+
     def listens(self, event: str) -> bool:
         """Whether a callback does something at `event`."""
-        return any(getattr(type(c), event, None) not in (None, getattr(TrainerCallback, event, None)) for c in self.callbacks)
+        return bool(self.listeners(event))
 
     def call(self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Run `event` on every callback that has it; returns the control to go on with."""
-        for callback in self.callbacks:
+        for callback in self.listeners(event):
             method = getattr(callback, event, None)
             returned = method(args, state, control, **kwargs) if method else None
             control = control if returned is None else returned

@@ -43,10 +43,12 @@ class EpochBatches(Sampler[list[int]]):
         return whole + (rest > 0 and not self.drop_last)
 
 
-def make_loader(dataset: Any, collate: Collator, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool, workers: int) -> DataLoader[Any]:
+def make_loader(
+    dataset: Any, collate: Collator, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool, workers: int, pin: bool = False
+) -> DataLoader[Any]:
     """A DataLoader over a map-style dataset (with an `EpochBatches` sampler) or an iterable one.
 
-    It has a random generator of its own, so that starting it leaves torch's random state alone.
+    pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there. It has a random generator of its own, so that starting it leaves torch's random state alone.
     """
     own = torch.Generator().manual_seed(seed)
     if isinstance(dataset, Iterator):
@@ -55,7 +57,7 @@ def make_loader(dataset: Any, collate: Collator, *, batch_size: int, shuffle: bo
             "Give a list, a Dataset, or an IterableDataset that starts anew each time.",
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, num_workers=workers, generator=own)
+        return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, num_workers=workers, generator=own, pin_memory=pin)
     if len(dataset) == 0:
         raise DataError("the dataset has no samples", "Check the path and the filters.")
     batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
@@ -64,7 +66,7 @@ def make_loader(dataset: Any, collate: Collator, *, batch_size: int, shuffle: bo
             f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size}, and dataloader_drop_last=True leaves that out",
             "Use a smaller batch, or dataloader_drop_last=False.",
         )
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, generator=own)
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, generator=own, pin_memory=pin)
 
 
 def is_ours(loader: Any) -> bool:

@@ -55,17 +55,34 @@ class TrainerState:
 class Losses:
     """Sum and number of the losses of some steps; a loss that is not finite shows in the mean. Read from the device when it is asked for."""
 
+    MOST = 256  # losses that wait on the device
+
     def __init__(self, total: float = 0.0, count: int = 0) -> None:
-        self.sum, self.count = torch.tensor(total, dtype=torch.float64), count
+        self._sum, self.count = total, count
+        self._waiting: list[Tensor] = []
 
     def add(self, loss: Tensor | None) -> None:
         """Add the loss of a step, if it had one."""
         if loss is not None:
-            self.sum, self.count = self.sum.to(loss.device) + loss, self.count + 1
+            self._waiting.append(loss)
+            self.count += 1
+            if len(self._waiting) >= self.MOST:
+                self._read()
+
+    def _read(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for value in torch.stack([loss.detach().double() for loss in waiting]).tolist() if waiting else ():
+            self._sum += value  # one by one: a resumed run adds up in the same order
+
+    @property
+    def sum(self) -> float:
+        """Their sum, in fp64."""
+        self._read()
+        return self._sum
 
     def mean(self) -> float:
         """Their mean; NaN without any."""
-        return float(self.sum) / self.count if self.count else math.nan
+        return self.sum / self.count if self.count else math.nan
 
 
 @dataclass

@@ -108,16 +108,18 @@ class Trainer:
         if self.train_dataset is None:
             raise ConfigError("train() needs training data", "Pass train_dataset= to the Trainer.")
         a = self.args
-        sizes = {"batch_size": a.per_device_train_batch_size, "workers": a.dataloader_num_workers}
-        return make_loader(self.train_dataset, self.data_collator, shuffle=True, seed=a.order_seed, drop_last=a.dataloader_drop_last, **sizes)
+        return self._load(self.train_dataset, a.per_device_train_batch_size, shuffle=True, seed=a.order_seed, drop_last=a.dataloader_drop_last)
 
     def get_eval_dataloader(self, dataset: Any = None) -> DataLoader[Any]:
         """The loader of evaluation data, in order."""
         data = dataset if dataset is not None else self.eval_dataset
         if data is None:
             raise ConfigError("evaluation needs data", "Pass eval_dataset= to the Trainer, or eval_strategy='no'.")
-        sizes = {"batch_size": self.args.per_device_eval_batch_size, "workers": self.args.dataloader_num_workers}
-        return make_loader(data, self.data_collator, shuffle=False, seed=self.args.seed, drop_last=False, **sizes)
+        return self._load(data, self.args.per_device_eval_batch_size, shuffle=False, seed=self.args.seed, drop_last=False)
+
+    def _load(self, data: Any, batch_size: int, **order: Any) -> DataLoader[Any]:
+        pin, workers = self.accelerator.device.type == "cuda", self.args.dataloader_num_workers
+        return make_loader(data, self.data_collator, batch_size=batch_size, workers=workers, pin=pin, **order)
 
     def create_optimizer(self) -> Optimizer:
         """The optimizer: the one given, or that of `args.optim`."""
@@ -142,10 +144,11 @@ class Trainer:
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch of a window; returns its loss."""
-        model.train()
+        if not model.training:
+            model.train()
         with self.accelerator.autocast(), explained(inputs, self.label_names):
             loss = self.compute_loss(model, inputs)
-        self.accelerator.backward(loss / self._window)
+        self.accelerator.backward(loss / self._window if self._window > 1 else loss)
         return torch.as_tensor(loss.detach())
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor | None, Any, Any]:
@@ -183,8 +186,7 @@ class Trainer:
             self._losses = Losses(self.state.loss_sum, self.state.loss_count)
             self.control.should_evaluate = self.state.evaluation_due
             self.run.go_on(self.settings, checkpoint, self.state.log_history)
-        begun = self.state.global_step
-        losses = Losses()
+        begun, losses = self.state.global_step, Losses()
         self._event("on_train_begin")
         try:
             with self._interrupt:
@@ -210,8 +212,7 @@ class Trainer:
         self._per_epoch = length.per_epoch
         if self.args.eval_strategy != "no" or self.args.eval_on_start:
             self.get_eval_dataloader()  # refuses missing data now, and not after the first steps
-        self.state, self.control = TrainerState(), TrainerControl()
-        self._losses = Losses()
+        self.state, self.control, self._losses = TrainerState(), TrainerControl(), Losses()
         self.state.max_steps, self.state.num_train_epochs = length.steps, length.epochs
         self.accelerator = self._fresh_accelerator()
         optimizer = self.create_optimizer()
@@ -274,8 +275,7 @@ class Trainer:
             self.scheduler_in_use.step()
             self.state.global_step += 1
         else:
-            self.state.skipped_steps += 1
-            self._log_skip(result)
+            self._skipped(result)
         self.optimizer_in_use.zero_grad()
         self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
         return result
@@ -304,17 +304,17 @@ class Trainer:
                 compute()
                 result = self.optimizer_in_use.step(**late)
         except (DivergedError, StepRefusedError) as error:
-            self.state.skipped_steps += 1
-            if error.result is not None:
-                self._log_skip(error.result)
+            self._skipped(error.result)
             raise
         if result.reason == "no-gradients":
             raise ConfigError(f"the step had nothing to do: {result.detail}", "Make the optimizer from the parameters of the trained model.")
         return result
 
-    def _log_skip(self, result: StepResult) -> None:
+    def _skipped(self, result: StepResult | None) -> None:
         """A record of its own for every refused step: what was not finite is in the log, not only on the terminal."""
-        self.log(record_of(result) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+        self.state.skipped_steps += 1
+        if result is not None:
+            self.log(record_of(result) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _inputs(self, batch: Any) -> dict[str, Any]:
         """A batch as named tensors on the device, its labels checked."""
@@ -371,11 +371,11 @@ class Trainer:
         return PredictionOutput(result.predictions, result.labels, metrics)
 
     def _pass(self, loader: Iterable[Any]) -> evaluation.Evaluation:
-        def after_batch() -> None:
-            self._event("on_prediction_step")
-            self._interrupt.stop_if_requested()
+        return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, self._after_prediction)
 
-        return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, after_batch)
+    def _after_prediction(self) -> None:
+        self._event("on_prediction_step")
+        self._interrupt.stop_if_requested()
 
     def log(self, logs: dict[str, Any]) -> None:
         """Add a record with step and epoch to the history and tell the callbacks; metrics.jsonl gets it during a run."""
@@ -388,12 +388,13 @@ class Trainer:
         self.accelerator.save_model(self.model, output_dir if output_dir is not None else self.run.path)
 
     def _event(self, name: str, **kwargs: Any) -> None:
-        about = {
-            "model": self.model,
-            "optimizer": getattr(self, "optimizer_in_use", None),
-            "lr_scheduler": getattr(self, "scheduler_in_use", None),
-            "train_dataloader": self._loader,
-            "resolution": self.accelerator.resolution,
-            "device": self.accelerator.device,
-        }
-        self.control = self.callbacks.call(name, self.args, self.state, self.control, **about, **kwargs)
+        if self.callbacks.listens(name):
+            about = {
+                "model": self.model,
+                "optimizer": getattr(self, "optimizer_in_use", None),
+                "lr_scheduler": getattr(self, "scheduler_in_use", None),
+                "train_dataloader": self._loader,
+                "resolution": self.accelerator.resolution,
+                "device": self.accelerator.device,
+            }
+            self.control = self.callbacks.call(name, self.args, self.state, self.control, **about, **kwargs)

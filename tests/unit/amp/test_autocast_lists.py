@@ -156,9 +156,9 @@ def test_a_policy_with_a_name_that_is_no_op_is_refused_when_it_is_bound() -> Non
 
 def test_on_cuda_lists_and_islands_act_and_nothing_else_does() -> None:
     """On CUDA tensors without data: the formats, without a GPU."""
-    assert not tables("cuda", "cuda", (), (), False).acts_on
-    assert not tables("cuda", "device", (), (), False).acts_on
-    moved = tables("cuda", "cuda", ("gelu", "linear"), ("softmax",), False)
+    assert not tables("cuda", "cuda", (), (), ()).acts_on
+    assert not tables("cuda", "device", (), (), ()).acts_on
+    moved = tables("cuda", "cuda", ("gelu", "linear"), ("softmax",), ())
     with FakeTensorMode(allow_non_fake_inputs=True), Switched("cuda", True, torch.float16, False), Applied("cuda", moved):
         half = torch.empty(4, 4, dtype=torch.float16, device="cuda")
         wide = half.float()

@@ -8,6 +8,7 @@ import pytest
 from halfstep import __version__, doctor
 from halfstep.cli.main import COMMANDS, main
 from halfstep.cli.train import GROUPS
+from halfstep.hardware import FAMILIES
 from halfstep.policy import PRESETS, bytes_per_parameter
 
 
@@ -50,6 +51,10 @@ def test_doctor_says_what_the_device_can_do(capsys: pytest.CaptureFixture[str]) 
     for name in ("fp32", "bf16", "fp16"):
         assert rows[name] == ("native" if name in facts.native else "emulated")
     assert rows["tf32"] == "not on this device"
+    for family in ("matmul", "convolution", "attention"):
+        assert "GFLOP/s a thread; bf16 " in rows[family]
+    assert rows["products"].startswith("bf16: ")
+    assert rows["rates"].startswith("measured ")
     assert rows["advice"].startswith(("fp32: ", "bf16-mixed: ", "fp16-mixed: "))
     assert "torch" in rows["versions"]
     for name, policy in PRESETS.items():
@@ -61,6 +66,7 @@ def test_doctor_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     memory = facts.pop("bytes_per_parameter")
     assert facts == json.loads(json.dumps(doctor("cpu").as_dict()))
+    assert [(row["family"], row["format"]) for row in facts["rates"]] == [(f, form) for form in ("bf16", "fp16") for f in FAMILIES]
     assert list(memory) == list(PRESETS)
     assert memory["bf16-mixed"] == {"castable": 16, "other": 16}
     assert memory["bf16-lean"] == {"castable": 8.0625, "other": 10.0625}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.hardware import Capabilities, default_device, diagnose, doctor, memory_in_use, probe, processes
+from halfstep.hardware import Capabilities, Rate, Rates, default_device, diagnose, doctor, measured_rates, memory_in_use, probe, processes
 
 CPU = Capabilities("cpu", "cpu", "AMD EPYC", "AVX2", ("fp32",), ("bf16", "fp16"), 2, 2**34, "", (("torch", "2.13.0"),))
 CPU_FP16 = dataclasses.replace(CPU, native=("fp32", "fp16"), emulated=("bf16",))
@@ -122,5 +122,47 @@ def test_a_cpu_without_compiler_is_told_how_to_get_one() -> None:
     assert "available" in str(diagnose(A100))
 
 
-def test_the_doctor_looks_at_the_device_asked_for() -> None:
-    assert doctor("cpu") == diagnose(probe("cpu"))
+def test_the_doctor_looks_at_the_device_asked_for_and_measures_it() -> None:
+    found = doctor("cpu")
+    assert found == diagnose(probe("cpu"), measured_rates("cpu"))
+    assert found.capabilities == probe("cpu")
+    assert found.rates is not None
+    assert {row.format for row in found.rates.rows} == {"bf16", "fp16"}
+
+
+SLOW = {"matmul": (4e10, 2e9, 3.2e10), "convolution": (2e10, 2e9, 1.6e10), "attention": (2e10, 5e9, 1.7e10)}
+FAST = {"matmul": (4e10, 8e10, 3.2e10), "convolution": (2e10, 5e10, 1.6e10), "attention": (2e10, 1e10, 3e10)}
+
+
+def rates_of(**formats: dict[str, tuple[float, float, float]]) -> Rates:
+    return Rates("cpu", tuple(Rate(family, form, *numbers) for form, table in formats.items() for family, numbers in table.items()), 2e10)
+
+
+def rows_of(text: str) -> dict[str, str]:
+    return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in text.splitlines()}
+
+
+def test_rates_are_shown_as_shares_of_fp32s_with_the_way_that_is_taken_first() -> None:
+    rows = rows_of(str(diagnose(CPU, rates_of(bf16=FAST, fp16=SLOW))))
+    assert rows["matmul"] == "fp32 40 GFLOP/s a thread; bf16 2.00 native, 0.80 emulated; fp16 0.80 emulated, 0.05 native"
+    assert rows["attention"] == "fp32 20 GFLOP/s a thread; bf16 1.50 emulated, 0.50 native; fp16 0.85 emulated, 0.25 native"
+    assert rows["products"] == "bf16: attention emulated; fp16: all emulated"
+    assert rows["copies"] == "20 GB/s read and written by 2 threads"
+    assert rows["rates"] == "measured before and kept"
+    fresh = dataclasses.replace(rates_of(bf16=FAST, fp16=FAST), fresh=True)
+    assert rows_of(str(diagnose(CPU, fresh)))["rates"] == "measured now"
+
+
+def test_a_gpus_rates_are_shown_without_a_choice() -> None:
+    found = tuple(Rate("matmul", form, 5e13, rate) for form, rate in (("fp32", 5e13), ("tf32", 4e14), ("bf16", 8e14), ("fp16", 8e14)))
+    rows = rows_of(str(diagnose(A100, Rates("cuda:0", found, 4e12, True))))
+    assert rows["matmul"] == "fp32 50 TFLOP/s; tf32 8.00 native; bf16 16.00 native; fp16 16.00 native"
+    assert rows["copies"] == "4 TB/s read and written on the device"
+    assert "products" not in rows
+    assert rows["advice"].startswith("bf16-mixed: ")
+
+
+@pytest.mark.parametrize(("bf16", "fp16", "advice"), [(SLOW, SLOW, "fp32"), (FAST, SLOW, "bf16-mixed"), (SLOW, FAST, "fp16-mixed")])
+def test_measured_rates_advise_before_instructions_do(bf16: dict, fp16: dict, advice: str) -> None:
+    for device in (CPU, CPU_FP16):
+        assert diagnose(device, rates_of(bf16=bf16, fp16=fp16)).advice == advice

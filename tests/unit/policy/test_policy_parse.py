@@ -39,6 +39,8 @@ def policies(draw: st.DrawFn) -> Policy:
         else:
             scale = LossScale(kind, 2.0 ** draw(exponents)) if kind == "static" else LossScale("none")
     weights = [w for w in get_args(Weights) if (w != "fp32" or base.weights == "fp32") and (w != "plain" or not base.is_lean)]
+    if not base.whole:
+        base = dataclasses.replace(base, products=draw(st.sampled_from(["auto", "native", "emulated", "emulated:matmul|attention"])))
     return dataclasses.replace(base, tf32=draw(st.booleans()), scale=scale, fp32=draw(patterns), weights=draw(st.sampled_from(weights)))
 
 
@@ -64,6 +66,7 @@ VALUES = {
     "ops": ["cuda", "device", "gpu"],
     "fp32_ops": ["gelu", "gelu|mean", " exp | log "],
     "half_ops": ["softmax", "layer_norm|exp"],
+    "products": ["auto", "native", "emulated", "emulated:convolution", "emulated: attention|convolution", "emulated:rnn", "native:matmul"],
 }
 
 

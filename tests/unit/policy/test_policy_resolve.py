@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from halfstep.errors import ConfigError, PolicyError
-from halfstep.hardware import Capabilities, diagnose
-from halfstep.policy import PRESETS, RULES, ModelFacts, Policy, parse, resolve
+from halfstep.hardware import FAMILIES, Capabilities, diagnose
+from halfstep.policy import AUTO, PRESETS, RULES, ModelFacts, Policy, parse, resolve
 
 CPU = Capabilities("cpu", "cpu", "AMD EPYC", "AVX2", ("fp32",), ("bf16", "fp16"), 2, 2**34, "/usr/bin/g++", (("torch", "2.13.0"),))
 CPU_BF16 = replace(CPU, name="Xeon", level="AVX512+AMX", native=("fp32", "bf16"), emulated=("fp16",))
@@ -23,6 +23,12 @@ FP64_MODEL = ModelFacts((("a.weight", "other"), ("b.weight", "fp32")))
 # rule: (policy, device, model) that it fires for, one that it does not, words of the cause, words of the remedy
 CASES = {
     "tf32-device": (("tf32", T4, FP32_MODEL), ("tf32", A100, FP32_MODEL), ["tf32", "cuda:0", "Tesla T4"], ["Ampere", "fp32"]),
+    "products-device": (
+        ("bf16-mixed,products=native", A100, FP32_MODEL),
+        ("bf16-mixed,products=native", CPU, FP32_MODEL),
+        ["products=native", "A100"],
+        ["CPUs"],
+    ),
     "weights-16-bit": (
         ("tf32", A100, BF16_MODEL),
         ("bf16-mixed", A100, BF16_MODEL),
@@ -118,6 +124,30 @@ def test_a_note_is_given_exactly_where_products_are_emulated(device: Capabilitie
     assert f"precision {preset} on {device.device}" in text
     assert ("emulated" in text.splitlines()[0]) == (not NATIVE[device.name][preset])
     assert text.count("note:") == len(resolution.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "measured", "how"),
+    [
+        ("bf16-mixed", ("convolution", "attention"), "emulated:convolution|attention"),
+        ("bf16-mixed", (), "native"),
+        ("bf16-mixed", FAMILIES, "emulated"),
+        ("bf16-mixed,products=native", FAMILIES, "native"),
+        ("bf16-lean,products=emulated:matmul", (), "emulated:matmul"),
+    ],
+)
+def test_on_a_cpu_products_run_as_the_policy_says_else_as_measured(text: str, measured: tuple[str, ...], how: str) -> None:
+    for device in (CPU, CPU_BF16):
+        resolution = resolve(parse(text), device, FP32_MODEL, emulated=measured)
+        assert f"bf16 products ({how})" in str(resolution)
+        assert len(resolution.notes) == (how != "native")
+        assert all(family in str(resolution.notes) for family in resolution.emulated if len(resolution.emulated) < 3)
+
+
+def test_auto_is_resolved_later() -> None:
+    resolution = resolve(AUTO, CPU)
+    assert resolution.policy is AUTO
+    assert str(resolution).startswith("precision auto on cpu")
 
 
 def test_where_nothing_is_native_the_advice_is_fp32() -> None:

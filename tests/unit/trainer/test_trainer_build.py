@@ -16,7 +16,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
 
 
-@pytest.mark.parametrize(("optim", "kind", "fused"), [("adamw_torch_fused", "AdamW", True), ("adamw_torch", "AdamW", False), ("sgd", "SGD", None)])
+@pytest.mark.parametrize(
+    ("optim", "kind", "fused"), [("adamw_torch_fused", "FusedAdamW", True), ("adamw_torch", "AdamW", False), ("sgd", "SGD", None)]
+)
 def test_every_choice_of_optimizer(optim: str, kind: str, fused: bool | None) -> None:
     args = TrainingArguments(optim=optim, learning_rate=0.5, adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-3)
     optimizer = make_optimizer(model(), args)
@@ -37,7 +39,8 @@ def test_every_choice_of_optimizer(optim: str, kind: str, fused: bool | None) ->
 def test_the_optimizer_that_is_chosen_is_torchs_for_fp32_weights_and_states_only(precision: str, loaded: torch.dtype, kind: str) -> None:
     args = TrainingArguments(precision=precision, learning_rate=0.5, adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-3, weight_decay=0.1, seed=7)
     optimizer = make_optimizer(model().to(loaded), args)
-    assert type(optimizer) is (torch.optim.AdamW if kind == "torch" else halfstep.optim.AdamW)
+    assert type(optimizer) is (halfstep.optim.FusedAdamW if kind == "torch" else halfstep.optim.AdamW)
+    assert kind != "torch" or isinstance(optimizer, torch.optim.AdamW)
     assert {(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups} == {(0.5, (0.8, 0.7), 1e-3)}
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
     assert kind == "torch" or optimizer.seed == 7
