@@ -20,6 +20,7 @@ Role = Literal["ours", "twin", "peer", "reference"]
 SHORTEST = 0.03  # seconds that a turn should last: shorter steps are repeated within it
 WARM, WARM_STEPS = 2.0, 14  # seconds and steps of warming up, whichever comes first; two steps at least
 SLOW = 12.0  # seconds of a first step that make it the only one
+PATIENCE = 60.0  # seconds of warming up after which no further peer begins
 FEWEST = 5  # rounds that a comparison needs
 
 
@@ -90,23 +91,23 @@ class Excluded:
 
 
 class OursFailedError(RuntimeError):
-    """One of ours could not be measured: the row has no meaning."""
+    """One named in `needed` is always run. One of ours could not be measured: the row has no meaning."""
 
 
 def take_turns(
-    contenders: Sequence[Contender], rounds: int, seconds: float, slow: float = SLOW, patience: float | None = None
+    contenders: Sequence[Contender], rounds: int, seconds: float, slow: float = SLOW, patience: float | None = None, needed: Sequence[str] = ()
 ) -> tuple[list[Taken], list[Excluded]]:
     """Warm everything up, then measure `rounds` rounds (fewer, but at least FEWEST, where ours alone would take longer than `seconds`).
 
     A peer too slow for its share of the time sits rounds out; one whose first step takes longer than `slow` seconds is known by that step
-    alone. A peer that fails is excluded with its error, and so is one whose turn to warm up comes after `patience` seconds (twice the
-    time). One of ours that fails raises OursFailedError.
+    alone. A peer that fails is excluded with its error, and so is one whose turn to warm up comes after `patience` seconds (PATIENCE, or
+    twice the time). One named in `needed` is always run. One of ours that fails raises OursFailedError.
     """
-    patience = 2 * seconds if patience is None else patience
+    patience = max(PATIENCE, 2 * seconds) if patience is None else patience
     begun, running, excluded, known = time.perf_counter(), [], [], []
     for contender in contenders:
         own = contender.role in ("ours", "twin")
-        if not own and time.perf_counter() - begun > patience:
+        if not own and contender.name not in needed and time.perf_counter() - begun > patience:
             excluded.append(Excluded(contender.name, "no time left: those before it are slow on this machine"))
             continue
         taken = Taken(contender.name, contender.role, contender.floor)
@@ -138,7 +139,11 @@ def _measure(running: Sequence[tuple[Turn, Taken, float]], rounds: int, seconds:
     ours = sum(cost for cost, mine in zip(costs, own, strict=True) if mine)
     count = max(min(rounds, FEWEST), min(rounds, int(seconds / max(ours, SHORTEST))))
     share = max(seconds - count * ours, seconds / 2) / max(1, own.count(False))
-    wanted = [places(count, count if mine else share / cost) for cost, mine in zip(costs, own, strict=True)]
+    # what can be had for half of the time in FEWEST rounds takes part in so many, whatever its share
+    wanted = [
+        places(count, count if mine else max(share / cost, FEWEST if FEWEST * cost < seconds / 2 else 0))
+        for cost, mine in zip(costs, own, strict=True)
+    ]
     gc.collect()
     gc.freeze()  # what is loaded is not looked at again and again, in whoever's turn it would fall
     for index in range(count):
@@ -190,8 +195,9 @@ def places(rounds: int, affordable: float) -> list[bool]:
 
 
 def ratios(one: Taken, other: Taken) -> list[float]:
-    """One to the other, for every round in which both took part; of the medians when there is no such round."""
-    both = [a / b for a, b in zip(one.values, other.values, strict=True) if a is not None and b is not None]
+    """One to the other, for every round in which both took part; of the medians when there is none or a first step is all that there is."""
+    alone = one.first_only or other.first_only  # its step lies outside the rounds
+    both = [] if alone else [a / b for a, b in zip(one.values, other.values, strict=True) if a is not None and b is not None]
     return both or [statistics.median(one.known) / statistics.median(other.known)]
 
 

@@ -112,7 +112,7 @@ class ConvBlock(nn.Module):
         return F.relu(x + self.norm_two(self.two(F.relu(self.norm_one(self.one(x))))))
 
 
-def convnet(batch: int, pixels: int, *, width: int = 16, stages: int = 3, blocks: int = 2) -> Job:
+def convnet(batch: int, pixels: int, *, width: int = 32, stages: int = 3, blocks: int = 2) -> Job:
     """The residual net on random images."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(64, 3, pixels, pixels, generator=generator)

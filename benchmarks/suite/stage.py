@@ -55,7 +55,7 @@ def contenders(tensors: int, size: int, rates: Rates, entries: Sequence[tuple[st
 def stage(row: Row, given: Given) -> dict[str, Any]:
     """20 M parameters in 100 tensors."""
     tensors, size = (4, 1000) if given.quick else (TENSORS, 200_000)
-    taken, excluded = take_turns(contenders(tensors, size, given.rates), given.rounds, given.seconds)
+    taken, excluded = take_turns(contenders(tensors, size, given.rates), given.rounds, given.seconds, slow=math.inf, needed=[PEER])
     return row_of(taken, excluded, row.claims) | {"work": {"parameters": tensors * size, "tensors": tensors}}
 
 

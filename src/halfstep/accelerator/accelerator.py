@@ -279,7 +279,8 @@ class Accelerator:
             return self.last_step
         self._held = False
         for model in self._models:
-            refuse_changed(model, self._signatures[id(model)], self._optimizers)
+            if refuse_changed(model, self._signatures[id(model)], self._optimizers):
+                self.scaler.watch(model)  # parts that are new
         try:
             self.last_step = self.scaler.step(optimizer, closure, max_norm=max_norm, stalled=stalled)
         finally:

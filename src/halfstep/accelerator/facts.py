@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -40,34 +41,37 @@ class Signature:
         self.known = {id(p): ref(p) for p in model.parameters()}  # weakly: an address may be used again
         self.places = {name: p.data_ptr() for name, p in model.named_parameters() if p.dtype == torch.float32}
         self.sixteen = {name: _fits_16_bits(p) for name, p in model.named_parameters() if name in self.places}  # as they were loaded
-        self.structure: list[tuple[dict[str, Any], list[Any]]] = []  # the tables of all parts, and what was in them at the last whole look
+        self.structure: list[tuple[nn.Module, dict[str, Any], dict[str, Any], list[Any]]] = []  # parts, with what was in them at the last whole look
         self.memory: list[tuple[nn.Parameter, int, torch.dtype]] = []
 
     def take_down(self, model: nn.Module) -> None:
         """Remember how the model is made and where its parameters lie, so that `is_as_it_was` can tell."""
-        tables = [table for part in model.modules() for table in (part._modules, part._parameters)]
-        self.structure = [(table, list(table.values())) for table in tables]
+        parts = list(model.modules())
+        self.structure = [(m, m._modules, m._parameters, [*m._modules.values(), *m._parameters.values()]) for m in parts]
         self.memory = [(p, p.data_ptr(), p.dtype) for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
 
     def is_as_it_was(self) -> bool:
         """Whether the same parameters stand in the same parts, in the same memory and dtype: then there is nothing new to refuse."""
-        if not self.structure:
-            return False
-        for table, before in self.structure:
-            if len(table) != len(before):
+        for part, modules, parameters, before in self.structure:
+            if part._modules is not modules or part._parameters is not parameters or len(modules) + len(parameters) != len(before):
                 return False
-            for now, then in zip(table.values(), before, strict=True):
+            for now, then in zip(chain(modules.values(), parameters.values()), before, strict=True):
                 if now is not then:
                     return False
-        return all(p.dtype is dtype and p.data_ptr() == place for p, place, dtype in self.memory)
+        return bool(self.structure) and all(p.dtype is dtype and p.data_ptr() == place for p, place, dtype in self.memory)
 
 
-def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> None:
-    """Raise ConfigError when parameters were cast, moved or added since the model was prepared, unless an optimizer has the new ones."""
+def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> bool:
+    """Raise ConfigError when parameters were cast, moved or added since the model was prepared, unless an optimizer has the new ones.
+
+    Returns whether the model was changed in a way that is allowed.
+    """
     if signature.is_as_it_was():
-        return
+        return False
+    known = bool(signature.structure)
     _refuse_changed(model, signature, optimizers)
     signature.take_down(model)
+    return known
 
 
 def _refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> None:

@@ -31,7 +31,7 @@ def run(
     if not sixteen and not scaler.is_enabled():
         compute()
         return step()
-    begun = checkpoint.capture()
+    begun = checkpoint.capture(brief=True)
     fall, replays, first, before = 2.0, 0, 0.0, math.inf
     pinned: tuple[str, ...] = ()
     while True:

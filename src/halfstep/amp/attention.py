@@ -1,7 +1,7 @@
 """Scaled dot product attention of 16-bit tensors on a CPU: computed in fp32 with one rounding, forward and backward.
 
-The forward pass keeps its 16-bit operands and nothing else. The backward pass computes the attention a second time, which makes the gradients those of
-the exact output and not of the rounded one; where torch has its flash kernel for the CPU, no matrix of all scores is made in either.
+The forward pass keeps its 16-bit operands and nothing else. The backward pass computes the attention a second time, so that its gradients are those
+of the exact output and not of the rounded one; where torch's flash kernel for the CPU takes the operands, no matrix of all scores is made.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.amp import scratch
 from halfstep.amp.mode import Route
-from halfstep.amp.rounding import _gradients_again, again, applied, eligible, exactly, forward_mode, narrow, recorded, rounded, transformed, unseen
+from halfstep.amp.rounding import again, applied, eligible, exactly, forward_mode, gradients_again, narrow, recorded, rounded, transformed, unseen
+from halfstep.amp.scratch import GRADIENT, LEFT, RIGHT, SUM
 
 _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _FLASH_BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
@@ -25,21 +27,23 @@ def _as_bias(mask: Tensor | None) -> Tensor | None:
     """The mask as numbers that are added to the scores, in fp32: 0 and -inf for a mask of booleans."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.float()
-    return torch.zeros(mask.shape).masked_fill_(mask.logical_not(), -torch.inf)
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    usable = scratch.plain(*tensors)
+    return [scratch.wide_if(usable, place, t) for place, t in zip((LEFT, RIGHT, SUM, GRADIENT), tensors, strict=False)]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Any:
-    return _FLASH(q.float(), k.float(), v.float(), 0.0, causal, attn_mask=_as_bias(mask), scale=scale)  # type: ignore[misc]
+    return _FLASH(*_wide(q, k, v), 0.0, causal, attn_mask=_as_bias(mask), scale=scale)  # type: ignore[misc]
 
 
-def _flash_gradients(grad: Tensor, saved: tuple[Tensor | None, ...], causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+def _flash_gradients(grad: Tensor, saved: Any, causal: bool, scale: float | None) -> tuple[Tensor, ...]:
     q, k, v, mask = saved
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    wide, bias = [t.float() for t in (q, k, v)], _as_bias(mask)
+    (*wide, above), bias = _wide(q, k, v, grad), _as_bias(mask)
     out, logsumexp = _FLASH(*wide, 0.0, causal, attn_mask=bias, scale=scale)  # type: ignore[misc]
-    found = _FLASH_BACKWARD(grad.float(), *wide, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)  # type: ignore[misc]
+    found = _FLASH_BACKWARD(above, *wide, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)  # type: ignore[misc]
     return tuple(narrow(t, q.dtype) for t in found)
 
 
@@ -57,27 +61,28 @@ class _Flash(torch.autograd.Function):
         if torch.is_grad_enabled():  # the flash kernel has no second derivative
             given = [t for t in ctx.saved_tensors if t is not None]
             call = functools.partial(_by_torchs_formula, causal=ctx.causal, scale=ctx.scale)
-            found = unseen(_gradients_again, call, given, (*ctx.needs_input_grad[:3], *[False] * (len(given) - 3)), grad)
-            return (*found[:3], None, None, None)
+            found = unseen(gradients_again, call, given, (*ctx.needs_input_grad[:3], *[False] * (len(given) - 3)), grad)
+            return *found[:3], None, None, None
         return (*unseen(_flash_gradients, grad, ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None)
 
 
 def _by_torchs_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float | None) -> Tensor:
-    grouped = q.shape[-3] != k.shape[-3]
-    out: Tensor = torch._scaled_dot_product_attention_math(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)[0]  # type: ignore[attr-defined]
+    grouped = q.shape[-3] != k.shape[-3]  # the flash kernel does not broadcast
+    out: Tensor = torch._scaled_dot_product_attention_math(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
     return out
 
 
 def _with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float | None, share: float
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float | None, grouped: bool, share: float
 ) -> Tensor:
     """The formula with the places that are kept given; share: how many those are of all."""
-    root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5 if scale is None or scale > 0 else None
-    if q.dim() > 2 and k.shape[-3] != q.shape[-3]:
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    root = abs(factor) ** 0.5  # on both sides, which keeps the products in range
+    if grouped:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    scores = torch.matmul(q * scale, k.mT) if root is None else torch.matmul(q * root, (k * root).mT)  # the roots keep the products in range
+    scores = torch.matmul(q * (root if factor > 0 else -root), (k * root).mT)
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not(), -torch.inf)
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril().logical_not(), -torch.inf)
     if mask is not None:
         scores = scores.masked_fill(mask.logical_not(), -torch.inf) if mask.dtype == torch.bool else scores + mask
     shares = torch._safe_softmax(scores, -1)  # rows without a key are 0
@@ -99,18 +104,20 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention."""
-    options = {"scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     floats = [query, key, value, *([attn_mask] if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point() else [])]
-    if not eligible(*floats) or min(t.dim() for t in floats[:3]) < 2 or (is_causal and attn_mask is not None):
-        return func(query, key, value, attn_mask, dropout_p, is_causal, **options)  # which refuses the last two
+    two_masks = is_causal and attn_mask is not None and dropout_p > 0  # which torch refuses, and only then
+    if not eligible(*floats) or min(t.dim() for t in floats[:3]) < 2 or two_masks:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if forward_mode() or transformed():
         return rounded(dtype, func, query, key, value, attn_mask, dropout_p, is_causal, **options)
     q, k, v = (narrow(t, dtype) for t in (query, key, value))
     masks = [] if attn_mask is None else [narrow(attn_mask, dtype) if attn_mask.is_floating_point() else attn_mask]
     if dropout_p > 0 and recorded(q, k, v, *masks):
-        shape = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2] if not enable_gqa else q.shape[:-2]), q.shape[-2], k.shape[-2])
-        keep = torch.empty(shape).bernoulli_(1 - dropout_p).bool()  # drawn as torch draws them
-        call = functools.partial(_with_dropout, causal=is_causal, scale=scale, share=1 - dropout_p)
+        batch: Any = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
+        shape = (*batch, q.shape[-2], k.shape[-2])
+        keep = torch.empty(shape, dtype=torch.float32, device=q.device).bernoulli_(1 - dropout_p).bool()  # drawn as torch draws them
+        call = functools.partial(_with_dropout, causal=is_causal, scale=scale, grouped=enable_gqa, share=1 - dropout_p)
         return again(dtype, call, q, k, v, keep, *masks)
     if dropout_p == 0 and recorded(q, k, v, *masks) and _takes(q, k, v, *masks, causal=is_causal, **options):
         return applied(_Flash, q, k, v, masks[0] if masks else None, is_causal, scale)

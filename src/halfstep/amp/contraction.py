@@ -41,7 +41,7 @@ class _Contraction(torch.autograd.Function):
 
 
 def _indices(equation: str, tensors: Sequence[Tensor]) -> tuple[str, str, str] | None:
-    """The indices of two operands and the result, those behind `...` named too; None where an index stands in one of the three alone or twice in one."""
+    """The indices of two operands and of the result, with letters for `...`; None where one stands in a single place, or twice in one."""
     left, arrow, out = equation.replace(" ", "").replace("...", ".").partition("->")
     terms = left.split(",")
     free = "".join(i for i in string.ascii_letters if i not in equation)

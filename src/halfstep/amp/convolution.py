@@ -8,19 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.amp import scratch
 from halfstep.amp.mode import Route
 from halfstep.amp.rounding import applied, eligible, exactly, forward_mode, narrow, recorded, rounded, transformed, unseen
+from halfstep.amp.scratch import GRADIENT, LEFT
 
 Geometry = tuple[list[int], list[int], list[int], bool, list[int], int]  # stride, padding, dilation, transposed, output padding, groups
 
 
+def _wide(place: int, t: Tensor) -> Tensor:
+    return scratch.wide_if(t.is_contiguous() and not torch.is_grad_enabled() and scratch.plain(t), place, t)
+
+
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    return narrow(torch.convolution(x.float(), weight.float(), None if bias is None else bias.float(), *geometry), x.dtype)
+    return narrow(torch.convolution(_wide(LEFT, x), weight.float(), None if bias is None else bias.float(), *geometry), x.dtype)
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     sizes = [weight.shape[1] * geometry[5] if geometry[3] else weight.shape[0]]  # of the bias
-    found = torch.ops.aten.convolution_backward(grad.float(), x.float(), weight.float(), sizes, *geometry, needs)
+    found = torch.ops.aten.convolution_backward(_wide(GRADIENT, grad), _wide(LEFT, x), weight.float(), sizes, *geometry, needs)
     return tuple(narrow(t, x.dtype) if need else None for t, need in zip(found, needs, strict=True))
 
 

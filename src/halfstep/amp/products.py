@@ -1,7 +1,6 @@
 """Matrix products of 16-bit tensors on a CPU, computed in fp32 with one rounding, forward and backward.
 
-Every product saves its 16-bit operands for the backward pass (2 bytes per element). Large matrices are worked on in pieces: a piece is cast up,
-multiplied and rounded while it is in the cache, so that the fp32 copy of a matrix of 12 million elements is never made.
+Every product saves its 16-bit operands for the backward pass (2 bytes per element). The arithmetic is that of `halfstep.amp.pieces`.
 """
 
 from __future__ import annotations
@@ -11,129 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.amp import pieces
 from halfstep.amp.mode import Route
+from halfstep.amp.pieces import Scalar
 from halfstep.amp.rounding import applied, eligible, exactly, forward_mode, narrow, recorded, rounded, transformed, unseen
-
-Scalar = int | float
-WHOLE = 1 << 22  # elements of the largest matrix up to which a product is computed in one piece: 16 MiB in fp32
-PIECE = 1 << 20  # elements of a piece: 4 MiB in fp32, which two caches hold
-
-
-def _in_pieces(elements: int, *tensors: Tensor) -> bool:
-    return elements > WHOLE and not transformed() and all(type(t) in (Tensor, nn.Parameter) for t in tensors)
-
-
-def _pieces(length: int, across: int) -> list[slice]:
-    """Stretches of a dimension, so long that a piece of the matrix is PIECE elements; multiples of 64, which the kernels like."""
-    step = max(64, PIECE // max(across, 1) // 64 * 64)
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-def _times(t: Tensor, factor: Scalar) -> Tensor:
-    return t if factor == 1 else t * factor
 
 
 def _fit(grad: Tensor, like: Tensor) -> Tensor:
     """Sum a gradient over broadcast dimensions, in fp32, then round it."""
     return narrow(grad.sum_to_size(like.shape), like.dtype)
-
-
-def _sum(c: Tensor | None, a: Tensor, b: Tensor, beta: Scalar, alpha: Scalar) -> Tensor:
-    return _times(torch.mm(a, b), alpha) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
-
-
-def _affine(a: Tensor, b: Tensor, c: Tensor | None, beta: Scalar, alpha: Scalar) -> Tensor:
-    """round(beta * c + alpha * a @ b)."""
-    (n, k), m = a.shape, b.shape[1]
-    if k != b.shape[0] or not _in_pieces(max(n * k, k * m, n * m), a, b):
-        return narrow(_sum(c if c is None else c.float(), a.float(), b.float(), beta, alpha), a.dtype)
-    wide = c if c is None else c.float().expand(n, m)
-    longest = max(n, k, m)
-    if longest == k:  # few results, each a long sum
-        parts = _pieces(k, max(n, m))
-        total = _sum(wide, a[:, parts[0]].float(), b[parts[0]].float(), beta, alpha)
-        for s in parts[1:]:
-            total.addmm_(a[:, s].float(), b[s].float(), alpha=alpha)
-        return narrow(total, a.dtype)
-    out = torch.empty(n, m, dtype=a.dtype)
-    if longest == m:
-        whole = a.float()
-        for s in _pieces(m, max(n, k)):
-            out[:, s].copy_(_sum(wide if wide is None else wide[:, s], whole, b[:, s].float(), beta, alpha))
-        return out
-    whole = b.float()
-    for s in _pieces(n, max(m, k)):
-        out[s].copy_(_sum(wide if wide is None else wide[s], a[s].float(), whole, beta, alpha))
-    return out
-
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def _affine_gradients(grad: Tensor, a: Tensor, b: Tensor, c: tuple[int, ...] | None, beta: Scalar, alpha: Scalar, needs: Any) -> Gradients:
-    """Gradients of a[n, k], b[k, m] and of c, whose shape is given."""
-    need_a, need_b, need_c = needs
-    (n, k), m = a.shape, b.shape[1]
-    if not _in_pieces(max(n * k, k * m, n * m), grad, a, b) or torch.is_grad_enabled():
-        wide = grad.float()
-        scaled = _times(wide, alpha)
-        return (
-            narrow(torch.mm(scaled, b.float().mT), a.dtype) if need_a else None,
-            narrow(_turned(a.float(), scaled, b), b.dtype) if need_b else None,
-            narrow(_times(wide, beta).sum_to_size(c), a.dtype) if need_c and c is not None else None,
-        )
-    found_c = None
-    if need_c and c is not None:
-        found_c = narrow(torch.sum(grad, 0, dtype=torch.float32).mul_(beta) if c == (m,) else _times(grad.float(), beta).sum_to_size(c), a.dtype)
-    longest = max(n, k, m)
-    loop = _by_sum if longest == k else _by_column if longest == m else _by_row
-    return (*loop(grad if alpha == 1 else grad.float() * alpha, a, b, need_a, need_b), found_c)
-
-
-def _turned(a: Tensor, grad: Tensor, b: Tensor) -> Tensor:
-    """a.mT @ grad in the order in memory of `b`, so that nobody has to turn it later. torch.compile finds an order of its own."""
-    return torch.mm(a.mT, grad) if transformed() or b.stride(0) >= b.stride(1) else torch.mm(grad.mT, a).mT
-
-
-def _by_column(grad: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The case of many columns: a vocabulary."""
-    found_a, found_b = torch.zeros(a.shape) if need_a else None, torch.empty_like(b) if need_b else None
-    whole = a.float()
-    for s in _pieces(b.shape[1], max(a.shape)):
-        wide = grad[:, s].float()
-        if found_a is not None:
-            found_a.addmm_(wide, b[:, s].float().mT)
-        if found_b is not None:
-            found_b[:, s].copy_(_turned(whole, wide, b))
-    return None if found_a is None else narrow(found_a, a.dtype), found_b
-
-
-def _by_row(grad: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The case of many rows: tokens."""
-    found_a = torch.empty(a.shape, dtype=a.dtype) if need_a else None
-    found_b = torch.zeros_like(b, dtype=torch.float32) if need_b else None
-    whole = b.float().mT
-    for s in _pieces(a.shape[0], max(b.shape)):
-        wide = grad[s].float()
-        if found_a is not None:
-            found_a[s].copy_(torch.mm(wide, whole))
-        if found_b is not None and b.stride(0) < b.stride(1):
-            found_b.mT.addmm_(wide.mT, a[s].float())
-        elif found_b is not None:
-            found_b.addmm_(a[s].float().mT, wide)
-    return found_a, None if found_b is None else narrow(found_b, b.dtype)
-
-
-def _by_sum(grad: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The case of long sums: the second layer of a transformer's block."""
-    found_a, found_b = torch.empty(a.shape, dtype=a.dtype) if need_a else None, torch.empty_like(b) if need_b else None
-    wide = grad.float()
-    for s in _pieces(b.shape[0], max(grad.shape)):
-        if found_a is not None:
-            found_a[:, s].copy_(torch.mm(wide, b[s].float().mT))
-        if found_b is not None:
-            found_b[s].copy_(_turned(a[:, s].float(), wide, b))
-    return found_a, found_b
 
 
 class _Affine(torch.autograd.Function):
@@ -146,7 +31,7 @@ class _Affine(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, c: Tensor | None, beta: Scalar, alpha: Scalar) -> Tensor:
-        return exactly(_affine, a, b, c, beta, alpha)  # type: ignore[no-any-return]
+        return exactly(pieces.affine, a, b, c, beta, alpha)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -157,7 +42,40 @@ class _Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         a, b = ctx.saved_tensors
-        return (*unseen(_affine_gradients, grad, a, b, ctx.shape, ctx.beta, ctx.alpha, ctx.needs_input_grad[:3]), None, None)
+        return (*unseen(pieces.affine_gradients, grad, a, b, ctx.shape, ctx.beta, ctx.alpha, ctx.needs_input_grad[:3]), None, None)
+
+
+class _Weighted(torch.autograd.Function):
+    """y[n, m] = round(x[n, k] @ w + bias) for a weight that is a parameter, in fp32 or 16 bits: w is it or, turned, its transpose.
+
+    An fp32 weight is rounded here, and its gradient is made in fp32 of 16-bit numbers, piece by piece, without a 16-bit tensor of its size between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+        low = narrow(weight, x.dtype)
+        b, c = low.mT if turned else low, None if bias is None else narrow(bias, x.dtype)
+        ctx.save_for_backward(x, b)
+        ctx.turned, ctx.shape, ctx.form = turned, None if bias is None else tuple(bias.shape), None if bias is None else bias.dtype
+        ctx.weight, ctx.version = weight, weight._version  # a leaf, which the graph does not hold together
+        return exactly(pieces.affine, x, b, c, 1, 1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, b = ctx.saved_tensors
+        weight, need_w = ctx.weight, ctx.needs_input_grad[1]
+        # a tensor of its own and no view: to such a one autograd adds other gradients of a shared weight in place
+        found_w = torch.empty_like(weight) if need_w and not torch.is_grad_enabled() else None
+        into = found_w.mT if found_w is not None and ctx.turned else found_w
+        if torch.is_grad_enabled():  # the gradients will be differentiated in their turn, so they are made of the weight itself
+            if weight._version != ctx.version:
+                raise RuntimeError("a weight was modified by an inplace operation after the product whose second derivative is taken")
+            low = narrow(weight, x.dtype)
+            b = low.mT if ctx.turned else low
+        found_x, found, found_b = unseen(pieces.affine_gradients, grad, x, b, ctx.shape, 1, 1, ctx.needs_input_grad[:3], into)
+        if need_w and found_w is None:
+            found_w = (found.mT if ctx.turned else found).to(weight.dtype)
+        return found_x, found_w, None if found_b is None else found_b.to(ctx.form), None
 
 
 class _Batched(torch.autograd.Function):
@@ -167,7 +85,7 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, c: Tensor | None, beta: Scalar, alpha: Scalar) -> Tensor:
-        return exactly(_batched, a, b, c, beta, alpha)  # type: ignore[no-any-return]
+        return exactly(pieces.batched, a, b, c, beta, alpha)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -178,54 +96,7 @@ class _Batched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         a, b = ctx.saved_tensors
-        return (*unseen(_batched_gradients, grad, a, b, ctx.shape, ctx.beta, ctx.alpha, ctx.needs_input_grad[:3]), None, None)
-
-
-def _batch_pieces(a: Tensor, b: Tensor) -> list[slice] | None:
-    (i, n, k), m = a.shape, b.shape[-1]
-    each = max(n * k, k * m, n * m)
-    if i != b.shape[0] or not _in_pieces(i * each, a, b):
-        return None
-    step = max(1, PIECE // each)
-    return [slice(start, start + step) for start in range(0, i, step)]
-
-
-def _batched(a: Tensor, b: Tensor, c: Tensor | None, beta: Scalar, alpha: Scalar) -> Tensor:
-    def product(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
-        if c is None:
-            return _times(torch.bmm(a.float(), b.float()), alpha)
-        return torch.baddbmm(c.float(), a.float(), b.float(), beta=beta, alpha=alpha)
-
-    pieces = _batch_pieces(a, b)
-    if pieces is None:
-        return narrow(product(a, b, c), a.dtype)
-    out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype)
-    wide = None if c is None else c.expand(out.shape)
-    for s in pieces:
-        out[s].copy_(product(a[s], b[s], wide if wide is None else wide[s]))
-    return out
-
-
-def _batched_gradients(grad: Tensor, a: Tensor, b: Tensor, c: tuple[int, ...] | None, beta: Scalar, alpha: Scalar, needs: Any) -> Gradients:
-    need_a, need_b, need_c = needs
-    found_c = narrow(_times(grad.float(), beta).sum_to_size(c), a.dtype) if need_c and c is not None else None
-    pieces = _batch_pieces(a, b)
-    if pieces is None or torch.is_grad_enabled():
-        wide = _times(grad.float(), alpha)
-        return (
-            narrow(torch.bmm(wide, b.float().mT), a.dtype) if need_a else None,
-            narrow(torch.bmm(a.float().mT, wide), b.dtype) if need_b else None,
-            found_c,
-        )
-    found_a = torch.empty(a.shape, dtype=a.dtype) if need_a else None
-    found_b = torch.empty(b.shape, dtype=b.dtype) if need_b else None
-    for s in pieces:
-        wide = _times(grad[s].float(), alpha)
-        if found_a is not None:
-            found_a[s].copy_(torch.bmm(wide, b[s].float().mT))
-        if found_b is not None:
-            found_b[s].copy_(torch.bmm(a[s].float().mT, wide))
-    return found_a, found_b, found_c
+        return (*unseen(pieces.batched_gradients, grad, a, b, ctx.shape, ctx.beta, ctx.alpha, ctx.needs_input_grad[:3]), None, None)
 
 
 class _Matmul(torch.autograd.Function):
@@ -259,14 +130,18 @@ def _made(function: Any, compute: Any, *args: Any) -> Tensor:
     return exactly(compute, *args)  # type: ignore[no-any-return]
 
 
+def _is_parameter(t: Tensor) -> bool:
+    return t.is_leaf and t.requires_grad and torch.is_grad_enabled() and not transformed() and type(t) in (Tensor, nn.Parameter)
+
+
 def affine(a: Tensor, b: Tensor, c: Tensor | None = None, beta: Scalar = 1, alpha: Scalar = 1) -> Tensor:
     """round(beta * c + alpha * a[n, k] @ b[k, m]) of 16-bit tensors; c is broadcast."""
-    return _made(_Affine, _affine, a, b, c, beta, alpha)
+    return _made(_Affine, pieces.affine, a, b, c, beta, alpha)
 
 
 def batched(a: Tensor, b: Tensor, c: Tensor | None = None, beta: Scalar = 1, alpha: Scalar = 1) -> Tensor:
     """round(beta * c + alpha * a[i, n, k] @ b[i, k, m]) of 16-bit tensors; c is broadcast."""
-    return _made(_Batched, _batched, a, b, c, beta, alpha)
+    return _made(_Batched, pieces.batched, a, b, c, beta, alpha)
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -276,6 +151,10 @@ def _flat(t: Tensor) -> Tensor:
 
 def product(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
     """torch.matmul's meaning for any number of dimensions, then the rounded product."""
+    if b.dim() == 2 and a.dim() > 1 and _is_parameter(b):
+        a16 = narrow(a, dtype)
+        y: Tensor = applied(_Weighted, _flat(a16), b, None, False)
+        return y if a16.dim() == 2 else y.view(*a16.shape[:-1], b.shape[-1])
     a16, b16 = narrow(a, dtype), narrow(b, dtype)
     left, right = a16.dim() == 1, b16.dim() == 1
     a16, b16 = a16[None] if left else a16, b16[:, None] if right else b16
@@ -314,7 +193,9 @@ def strict(dims: int) -> Route:
             return func(*args, **kwargs)
         if forward_mode():
             return rounded(dtype, func, *args, **kwargs)
-        return (affine if dims == 2 else batched)(narrow(operands[0], dtype), narrow(operands[1], dtype))
+        if dims == 2:
+            return product(dtype, *operands)
+        return batched(narrow(operands[0], dtype), narrow(operands[1], dtype))
 
     return route
 
@@ -334,8 +215,11 @@ def linear(dtype: torch.dtype, func: Route, /, input: Any, weight: Any, bias: An
         return rounded(dtype, func, input, weight, bias)
     if weight.dim() == 1:
         return product(dtype, input, weight)
-    x, w = narrow(input, dtype), narrow(weight, dtype).mT
-    y = affine(_flat(x), w, None if bias is None else narrow(bias, dtype))
+    x = narrow(input, dtype)
+    if _is_parameter(weight):
+        y = applied(_Weighted, _flat(x), weight, bias, True)
+    else:
+        y = affine(_flat(x), narrow(weight, dtype).mT, None if bias is None else narrow(bias, dtype))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -350,6 +234,8 @@ def added(kind: str) -> Route:
         c, a, b = (given.pop("input", given.pop("self", None)), *(given.pop(name, None) for name in names))
         if given or len(args) > 3 or not eligible(c, a, b) or a.dim() != dims or b.dim() != dims or forward_mode() or not _are_numbers(beta, alpha):
             return rounded(dtype, func, *args, **kwargs)
+        if kind == "addmm" and beta == alpha == 1 and c.dim() == 1 and _is_parameter(b):
+            return applied(_Weighted, narrow(a, dtype), b, c, False)
         c16, a16, b16 = (narrow(t, dtype) for t in (c, a, b))
         if kind == "baddbmm":
             return batched(a16, b16, c16, beta, alpha)

@@ -87,6 +87,17 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
+def _first_parameter(module: nn.Module) -> torch.Tensor | None:
+    for p in module._parameters.values():
+        if p is not None:
+            return p
+    for part in module._modules.values():
+        found = _first_parameter(part) if part is not None else None
+        if found is not None:
+            return found
+    return None
+
+
 class _Listener:
     """A hook that remembers calls. It holds its maker weakly; a copy of the module, by deepcopy or pickle, tells nobody."""
 
@@ -128,7 +139,7 @@ class Recall:
         if self._silent or torch._C._current_graph_task_id() != -1:  # a block that a backward pass computes again
             return
         self.begin()
-        first = next(model.parameters(), None)
+        first = _first_parameter(model)
         device = "cpu" if first is None else first.device.type
         if device not in ("cpu", "cuda"):
             return

@@ -63,7 +63,7 @@ def forward_mode() -> bool:
 
 def transformed() -> bool:
     """Whether a compiler traces or torch.func transforms what runs now: tensors may then stand for others, and only out-of-place ops will do."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def recorded(*tensors: Tensor | None) -> bool:
@@ -117,10 +117,11 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *unseen(_gradients_again, ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:], grad))
+        return (None, None, *unseen(gradients_again, ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:], grad))
 
 
-def _gradients_again(call: Callable[..., Tensor], tensors: tuple[Tensor, ...], needs: tuple[bool, ...], grad: Tensor) -> list[Tensor | None]:
+def gradients_again(call: Callable[..., Tensor], tensors: tuple[Tensor, ...], needs: tuple[bool, ...], grad: Tensor) -> list[Tensor | None]:
+    """Gradients of 16-bit tensors, rounded once, from an fp32 `call` that is computed here once more; those of them too where asked for."""
     twice = torch.is_grad_enabled()  # the gradients will be differentiated in their turn
     with torch.enable_grad():
         wide = [t.float() if twice and need else _up(t).detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.amp import embedding, ops
+from halfstep.amp import embedding, loss, ops
 from halfstep.amp.contraction import contracts
 from halfstep.amp.emulation import FAMILIES, ROUTES, rounded
 from halfstep.amp.mode import Route, Tables, without_autocast
@@ -158,7 +158,9 @@ def tables(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple
         on |= dict.fromkeys(every_form(exact), _widest(device, False)) | dict.fromkeys(every_form(sums), _widest(device, True))
         on |= dict.fromkeys(every_form(ops.SUMS_BY_INDEX), _summed(device)) | embedding.ROUTE
         on |= dict.fromkeys(every_form(ops.UNSAFE), _refused(device)) | dict.fromkeys(every_form(ops.FP32), _wide(device))
-        on |= dict.fromkeys(every_form(ops.LEAVES), _wide_leaf(device))
+        on |= dict.fromkeys(every_form(ops.LEAVES), _wide_leaf(device)) | dict.fromkeys(
+            every_form(("cross_entropy",)), loss.in_pieces(_wide_leaf(device))
+        )
     on |= {func: _guarded(func, _wide(device)) for func in every_form(fp32_ops)} | {
         func: _guarded(func, _low(device)) for func in every_form(half_ops)
     }

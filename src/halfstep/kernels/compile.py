@@ -64,6 +64,7 @@ def pointer_to(dtype: Any) -> Function:
 
 
 _at_f32, _at_i16, _at_i8, _at_u8 = pointer_to(types.float32), pointer_to(types.int16), pointer_to(types.int8), pointer_to(types.uint8)
+_at_i32, _at_u32 = pointer_to(types.int32), pointer_to(types.uint32)
 
 
 @part
@@ -88,3 +89,15 @@ def signed_bytes(address, start, n):
 def unsigned_bytes(address, start, n):
     """The same of a uint8 tensor."""
     return carray(_at_u8(address + start), (n,), np.uint8)
+
+
+@part
+def integers(address, start, n):
+    """The same of an int32 tensor."""
+    return carray(_at_i32(address + np.int64(4) * start), (n,), np.int32)
+
+
+@part
+def naturals(address, start, n):
+    """The same of a uint32 array."""
+    return carray(_at_u32(address + np.int64(4) * start), (n,), np.uint32)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import loops, pool
-from halfstep.kernels.compile import compiled, floats, halves, signed_bytes, unsigned_bytes
+from halfstep.kernels.compile import compiled, floats, halves, naturals, signed_bytes, unsigned_bytes
 
 STORAGES = {"plain": loops.EXACT, "split": loops.SPLIT, "split24": loops.SPLIT24, "kahan": loops.KAHAN, "stochastic": loops.STOCHASTIC}
 FORMATS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
@@ -29,12 +29,13 @@ def _unpack_weight(storage, form, weight, residual, out, begin, end):
         loops._read_weight(storage, form, high, low, low8, floats(out, start, n))
 
 
-def _pack_weight(storage, form, weight, residual, source, key1, key2, noise, begin, end):
+def _pack_weight(storage, form, weight, residual, source, key1, key2, space, begin, end):
+    buffers = loops._first_line(space)
     for start in range(begin, end, loops.STRETCH):
         n = min(loops.STRETCH, end - start)
-        bits = noise[:n]
+        bits = naturals(buffers, loops.BITS, n)
         if storage in (loops.SPLIT24, loops.STOCHASTIC):
-            loops._draw(key1, key2, start, bits)
+            loops._draw(key1, key2, start, bits, naturals(buffers, loops.MIXED, n))
         high, low, low8 = halves(weight, start, n), halves(residual, start, n), signed_bytes(residual, start, n)
         loops._write_weight(floats(source, start, n), bits, storage, form, high, low, low8)
 
@@ -50,25 +51,30 @@ def _unpack_state(role, codes, scales, out, begin, end):
             loops._read_second(unsigned_bytes(codes, start, n), loops._blocks(scales, start, n), floats(out, start, n))
 
 
-def _pack_state(role, codes, scales, source, key1, key2, noise, begin, end):
+def _pack_state(role, codes, scales, source, key1, key2, space, begin, end):
+    buffers = loops._first_line(space)
     for start in range(begin, end, loops.STRETCH):
         n = min(loops.STRETCH, end - start)
-        bits, x = noise[:n], floats(source, start, n)
-        loops._draw(key1, key2, start, bits)
-        if scales == 0 and role == FIRST:
-            loops._write_bf16_first(x, bits, halves(codes, start, n))
-        elif scales == 0:
-            loops._write_bf16_second(x, bits, halves(codes, start, n))
-        elif role == FIRST:
-            loops._write_first(x, bits, signed_bytes(codes, start, n), loops._blocks(scales, start, n))
+        x, m8, v8, places = floats(source, start, n), signed_bytes(codes, start, n), unsigned_bytes(codes, start, n), loops._blocks(scales, start, n)
+        if scales == 0:
+            mixed = naturals(buffers, loops.MIXED, n)
+            loops._draw(key1, key2, start, naturals(buffers, loops.BITS, n), mixed)
+            if role == FIRST:
+                loops._write_bf16_first(x, mixed, halves(codes, start, n))
+            else:
+                loops._write_bf16_second(x, mixed, halves(codes, start, n))
         else:
-            loops._write_second(x, bits, unsigned_bytes(codes, start, n), loops._blocks(scales, start, n))
+            m, v, root = floats(buffers, loops.M, n), floats(buffers, loops.V, n), floats(buffers, loops.ROOT, n)
+            for i in range(n):
+                m[i] = v[i] = x[i]
+                root[i] = np.sqrt(x[i])
+            loops._write_int8(role == FIRST, role == SECOND, m8, places, v8, places, key1, key2, start, n, buffers)
 
 
-unpack_weight = compiled(_unpack_weight, loops.__file__)
-pack_weight = compiled(_pack_weight, loops.__file__)
-unpack_state = compiled(_unpack_state, loops.__file__)
-pack_state = compiled(_pack_state, loops.__file__)
+unpack_weight = compiled(_unpack_weight, *loops.PARTS)
+pack_weight = compiled(_pack_weight, *loops.PARTS)
+unpack_state = compiled(_unpack_state, *loops.PARTS)
+pack_state = compiled(_pack_state, *loops.PARTS)
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -87,7 +93,7 @@ def read_weight(weight: Tensor, storage: str, residual: Tensor | None) -> Tensor
 def write_weight(values: Tensor, weight: Tensor, storage: str, residual: Tensor | None, keys: tuple[int, int]) -> None:
     """Put fp32 `values` into a 16-bit weight and its residual, in place, with the noise of these keys."""
     about = (STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), _at(residual), values.data_ptr(), *map(np.uint32, keys))
-    _share(weight.numel(), lambda begin, end: pack_weight(*about, np.empty(loops.STRETCH, np.uint32), begin, end))
+    _share(weight.numel(), lambda begin, end: pack_weight(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
 
 
 def decode_state(codes: Tensor, scales: Tensor | None, role: str, shape: torch.Size) -> Tensor:
@@ -107,7 +113,7 @@ def encode_state(values: Tensor, role: str, codec: str, keys: tuple[int, int]) -
         codes = torch.empty(count, dtype=torch.int8 if role == "first" else torch.uint8)
         scales = torch.empty(-(-count // loops.BLOCK), dtype=torch.float32)
     about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), values.data_ptr(), *map(np.uint32, keys))
-    _share(count, lambda begin, end: pack_state(*about, np.empty(loops.STRETCH, np.uint32), begin, end))
+    _share(count, lambda begin, end: pack_state(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
     return codes, scales
 
 

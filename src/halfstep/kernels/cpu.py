@@ -6,6 +6,7 @@ whole blocks, and chunks are shared out to as many threads as torch uses. Neithe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,7 @@ class Plan:
         self._kinds = np.array([_kinds(item) for item in self.items], dtype=np.int32).reshape(-1, 4)
         self._parameters = np.array([item.parameter & 0xFFFFFFFF for item in self.items], dtype=np.uint32)
         self._chunks = _cut([item.weight.numel() for item in self.items])
+        self._ends = _pieces(self._chunks)
 
     def run(self, gradients: Sequence[Tensor | None], steps: Sequence[Step], factor: float = 1.0, noise_step: int | None = None) -> None:
         """One AdamW step of every item that has a gradient, by `numerics.adamw_` on fp32 numbers, in place on weights, residuals and moments.
@@ -112,16 +114,20 @@ class Plan:
                 addresses[i], forms[i] = gradient.data_ptr(), FORMATS[gradient.dtype]
         rows = {step: step.scalars(factor) for step in set(steps)}
         scalars = np.array([rows[step] for step in steps], dtype=np.float32).reshape(-1, 8)
-        keys = _keys(self._seed, self._parameters, [step.step if noise_step is None else noise_step for step in steps])
-        chunks = self._chunks
-        if any(gradient is None for gradient in gradients):
-            chunks = chunks[np.array([gradient is not None for gradient in gradients])[chunks[:, 0]]]
-        ends = _pieces(chunks)
+        self.launch(addresses, forms, scalars, [step.step if noise_step is None else noise_step for step in steps])
+
+    def launch(self, addresses: Table, forms: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], noise_steps: int | Sequence[int]) -> None:
+        """`run` without looking: addresses of gradients (0: none), their formats, `Step.scalars` of each item, and the steps of the noise."""
+        keys = _keys(self._seed, self._parameters, noise_steps)
+        chunks, ends = self._chunks, self._ends
+        if not addresses.all():
+            chunks = chunks[addresses[chunks[:, 0]] != 0]
+            ends = _pieces(chunks)
 
         def work(piece: int) -> None:
-            buffers, noise = np.empty(loops.BUFFERS, np.float32), np.empty(loops.STRETCH, np.uint32)
             ends_here = ends[piece], ends[piece + 1]
-            loops.adamw_chunks(self._places, self._kinds, scalars, keys, addresses, forms, chunks, *ends_here, buffers, noise)
+            space = np.empty(loops.BUFFERS, np.float32)
+            loops.adamw_chunks(self._places, self._kinds, scalars, keys, addresses, forms, chunks, *ends_here, space)
 
         pool.share(work, len(ends) - 1)
 
@@ -137,25 +143,32 @@ def squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     Sums are taken in fp64, so that no square overflows, in an order that the number of threads does not change. An inf gives inf and a
     NaN gives NaN, in both. An empty tensor gives 0. One that is not dense (expanded, or a slice) is copied first.
     """
-    tensors = [t.detach() if _is_dense(t) else t.detach().contiguous() for t in tensors]
-    for t in tensors:
-        if t.dtype not in FORMATS or t.device.type != "cpu" or t.layout != torch.strided:
-            raise ConfigError(f"squares of a {t.dtype} tensor on {t.device} were asked for", "Give dense fp32, bf16 or fp16 tensors on the CPU.")
+    if False in [t.is_contiguous() for t in tensors]:  # lists: this is called with hundreds of tensors in every step
+        tensors = [t.detach() if _is_dense(t) else t.detach().contiguous() for t in tensors]
+    formats = [FORMATS.get(t.dtype) if t.is_cpu else None for t in tensors]
+    if None in formats:
+        t = tensors[formats.index(None)]
+        raise ConfigError(f"squares of a {t.dtype} tensor on {t.device} were asked for", "Give dense fp32, bf16 or fp16 tensors on the CPU.")
     addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
-    forms = np.array([FORMATS[t.dtype] for t in tensors], dtype=np.int32)
-    chunks = _cut([t.numel() for t in tensors])
-    ends = _pieces(chunks)
+    forms = np.array(formats, dtype=np.int32)
+    chunks, ends = _cut_and_parted(tuple([t.numel() for t in tensors]))
     sums, largest = np.zeros(len(chunks)), np.zeros(len(chunks), dtype=np.float32)
 
     def work(piece: int) -> None:
         loops.squares_chunks(addresses, forms, chunks, sums, largest, ends[piece], ends[piece + 1], np.empty(loops.BUFFERS, np.float32))
 
     pool.share(work, len(ends) - 1)
-    totals, peaks = np.zeros(len(tensors)), np.zeros(len(tensors), dtype=np.float32)
-    np.add.at(totals, chunks[:, 0], sums)
+    totals, peaks = np.bincount(chunks[:, 0], weights=sums, minlength=len(tensors)), np.zeros(len(tensors), dtype=np.float32)
     with np.errstate(invalid="ignore"):  # a NaN is an answer
         np.maximum.at(peaks, chunks[:, 0], largest)
     return torch.from_numpy(totals), torch.from_numpy(peaks)
+
+
+@functools.lru_cache(maxsize=16)
+def _cut_and_parted(sizes: tuple[int, ...]) -> tuple[Table, list[int]]:
+    """Chunks of tensors of these sizes and where to part them: the same in every step of a model."""
+    chunks = _cut(sizes)
+    return chunks, _pieces(chunks)
 
 
 def _cut(sizes: Sequence[int]) -> Table:
@@ -175,9 +188,16 @@ def _pieces(chunks: Table) -> list[int]:
     return sorted({0, len(chunks), *(int(end) for end in ends if end < len(chunks))})
 
 
-def _keys(seed: int, parameters: npt.NDArray[np.uint32], steps: Sequence[int]) -> npt.NDArray[np.uint32]:
+def count_steps(steps: Table) -> npt.NDArray[np.float32]:
+    """Add 1 to the fp32 numbers at these addresses; what they are then."""
+    counts = np.empty(len(steps), dtype=np.float32)
+    loops.count_steps(steps, counts)
+    return counts
+
+
+def _keys(seed: int, parameters: npt.NDArray[np.uint32], steps: int | Sequence[int]) -> npt.NDArray[np.uint32]:
     """`Noise(seed, parameter, step).keys` of each weight, as a table of two columns."""
-    at = np.array([step & 0xFFFFFFFF for step in steps], dtype=np.uint32)
+    at = np.array([step & 0xFFFFFFFF for step in ([steps] if isinstance(steps, int) else steps)], dtype=np.uint32)
     first = _mix(np.uint32(seed & 0xFFFFFFFF) ^ _mix(parameters ^ _mix(at)))
     return np.stack((first, _mix(first ^ np.uint32(0x9E3779B9))), axis=1)
 

@@ -4,8 +4,8 @@ Composed, not multiplied: weights, gradients and states of a stretch are decoded
 update rule runs on the buffers, and everything is encoded again. Which storage, codec and format it is costs one branch per stretch.
 One combination is written out as well, `_step_split_bf16`: it is bound by memory, and without buffers a fifth faster.
 Rules for this file: 32-bit operations only inside a loop (numba widens int32 to int64 unless told each time, and LLVM then no longer
-vectorises well); no fastmath where bits must agree with a definition; everything compiled stands in this one file, because numba's disk
-cache looks at the file of the outermost function alone.
+vectorises well); no fastmath where bits must agree with a definition; short loops rather than long ones, since a processor looks a hundred
+instructions ahead, and must find several turns of the loop there to have something to do while a root or a division takes its time.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -14,14 +14,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from halfstep.kernels.compile import compiled, floats, halves, inlined, part, reordered, signed_bytes, unsigned_bytes
+from halfstep.kernels import scalar
+from halfstep.kernels.compile import compiled, floats, halves, inlined, integers, naturals, part, reordered, signed_bytes, unsigned_bytes
+from halfstep.kernels.scalar import (
+    bf16_nearest,
+    bf16_rest,
+    bf16_stochastic,
+    bf16_value,
+    fp16_nearest,
+    fp16_rest,
+    fp16_saturated,
+    fp16_stochastic,
+    fp16_ulp_exponent,
+    fp16_value,
+    random_word,
+    state_noise,
+)
 
 i16, i32, i64, u8, i8, u32, f32, f64 = np.int16, np.int32, np.int64, np.uint8, np.int8, np.uint32, np.float32, np.float64
 
-STRETCH = 512  # elements that are worked on at once: 4 fp32 buffers and the noise take 10 KB of a first-level cache
+STRETCH = 512  # elements that are worked on at once: all buffers take 27 KB, less than a first-level cache
+PARTS = (__file__, scalar.__file__)  # all files that are compiled into what calls these
 APART = 48  # elements between buffers: at distances of 4096 bytes they would compete for the same cache sets
 BLOCK = 128  # elements that share a scale; this and the next as in numerics.blocks
 LEAST = 6  # the lowest code of a second moment that is not zero
+REACH1, REACH2 = 127 * (1 - 2.0**-22), 255 * (1 - 2.0**-22)  # the number of levels, and so much less that the largest number lies below the last
 
 FP32, BF16, FP16 = 0, 1, 2  # formats of weights and gradients
 EXACT, SPLIT, SPLIT24, KAHAN, STOCHASTIC = 0, 1, 2, 3, 4  # storages; EXACT: fp32 as it is, or 16 bits with nothing beside them
@@ -32,8 +49,10 @@ STATE_FP32, STATE_BF16, STATE_INT8 = 0, 1, 2  # codecs
 #   kinds    storage, format of the weight, codec of the first and of the second moment
 #   scalars  factor of the gradient, then numerics.adamw_scalars
 #   chunks   tensor, first element, end
-#   buffers  fp32 weight, first moment, second moment, gradient; BUFFERS is their shape
-BUFFERS = (4, STRETCH + APART)
+# Buffers are known by the address of the first one, as tensors are: numba counts the references to each slice of an array, by locked operations.
+ROW = STRETCH + APART
+P, M, V, G, ROOT, SCALE1, SCALE2, BITS, MIXED, K1, K2, SPARE = range(0, 12 * ROW, ROW)  # where they begin, in words of 4 bytes
+BUFFERS = 12 * ROW + 16  # fp32 numbers: some more, so that they can begin with a cache line
 
 
 @part
@@ -41,115 +60,22 @@ def _blocks(address, start, n):
     return floats(address, start // BLOCK, (n + BLOCK - 1) // BLOCK)
 
 
-# ---- one number ----------------------------------------------------------------------------------------------------------------
-
-
 @part
-def _bf16_value(h):
-    return i32(i32(h) << i32(16)).view(f32)
-
-
-@part
-def _fp16_value(h):
-    bits = i32(i32(h & i32(0x7FFF)) << i32(13))
-    value = i32(bits + i32(0x38000000)).view(f32)  # the exponent's bias goes from 15 to 127
-    if bits < i32(0x00800000):  # subnormal: a count of 2^-24
-        value = f32(i32(h & i32(0x7FFF))) * f32(5.9604644775390625e-08)
-    if bits >= i32(0x0F800000):  # inf or NaN
-        value = i32(bits | i32(0x7F800000)).view(f32)
-    return i32(f32(value).view(i32) | i32(i32(h & i32(0x8000)) << i32(16))).view(f32)
-
-
-@part
-def _bf16_nearest(x):
-    b = f32(x).view(i32)
-    h = i32(i32(b + i32(i32(0x7FFF) + i32(i32(b >> i32(16)) & i32(1)))) >> i32(16))
-    if i32(b & i32(0x7FFFFFFF)) > i32(0x7F800000):
-        h = i32(0x7FC0)
-    return h
-
-
-@part
-def _fp16_nearest(x):
-    b = f32(x).view(i32)
-    a = i32(b & i32(0x7FFFFFFF))
-    h = i32(i32(i32(a + i32(0xFFF)) + i32(i32(a >> i32(13)) & i32(1))) - i32(0x38000000)) >> i32(13)
-    if a < i32(0x38800000):  # below 2^-14: adding 0.5 rounds to a multiple of 2^-24
-        h = i32(f32(a.view(f32) + f32(0.5)).view(i32) - i32(0x3F000000))
-    if a >= i32(0x477FF000):  # 65520 and above
-        h = i32(0x7C00)
-    if a > i32(0x7F800000):
-        h = i32(0x7E00)
-    return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
-
-
-@part
-def _bf16_stochastic(x, noise):
-    b = f32(x).view(i32)
-    a = i32(b & i32(0x7FFFFFFF))
-    h = min(i32(i32(a + noise) >> i32(16)), i32(0x7F7F))  # a finite number stays finite
-    if a >= i32(0x7F800000):
-        h = i32(a >> i32(16))
-    if a > i32(0x7F800000):
-        h = i32(0x7FC0)
-    return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
-
-
-@part
-def _fp16_stochastic(x, noise):
-    b = f32(x).view(i32)
-    a = i32(b & i32(0x7FFFFFFF))
-    h = i32(i32(i32(a + i32(noise >> i32(3))) - i32(0x38000000)) >> i32(13))  # 13 bits are dropped
-    if a < i32(0x38800000):  # below 2^-14: parts of 2^-16 of a subnormal's distance
-        h = i32(i32(i32(min(f32(a.view(f32) * f32(1099511627776.0)), f32(134217728.0))) + noise) >> i32(16))
-    h = min(h, i32(0x7BFF))
-    if a == i32(0x7F800000):
-        h = i32(0x7C00)
-    if a > i32(0x7F800000):
-        h = i32(0x7E00)
-    return i32(h | i32(i32(b >> i32(16)) & i32(0x8000)))
-
-
-@part
-def _bf16_rest(x, h):
-    """What the code `h` misses of `x`, as a difference of bits."""
-    return min(max(i32(f32(x).view(i32) - i32(h << i32(16))), i32(-0x8000)), i32(0x8000))
-
-
-@part
-def _fp16_ulp_exponent(h):
-    """Exponent field (of fp32) of the distance of fp16 numbers at the code `h`."""
-    return i32(max(i32(i32(h >> i32(10)) & i32(31)), i32(1)) + i32(102))
-
-
-@part
-def _fp16_saturated(x):
-    """Rounded to nearest even, stopping at 65504."""
-    h = _fp16_nearest(x)
-    if i32(h & i32(0x7FFF)) == i32(0x7C00) and f32(abs(x)) < f32(np.inf):
-        h = i32(h - i32(1))
-    return h
-
-
-@part
-def _state_noise(bits):
-    y = u32(u32(bits) * u32(0x2C1B3C6D))
-    return u32(y ^ u32(y >> u32(15)))
+def _first_line(space):
+    return (i64(space.ctypes.data) + i64(63)) // i64(64) * i64(64)
 
 
 # ---- noise ---------------------------------------------------------------------------------------------------------------------
 
 
 @part
-def _draw(key1, key2, start, out):
+def _draw(key1, key2, start, bits, mixed):
+    """The noise of weights, and that of states."""
     base = u32(start)
-    for i in range(out.shape[0]):
-        x = u32(u32(base + u32(i)) ^ key1)
-        x = u32(x ^ u32(x >> u32(16)))
-        x = u32(u32(x * u32(0x7FEB352D)) ^ key2)
-        x = u32(x ^ u32(x >> u32(15)))
-        x = u32(x * u32(0x846CA68B))
-        out[i] = u32(x ^ u32(x >> u32(16)))
+    for i in range(bits.shape[0]):
+        word = random_word(key1, key2, u32(base + u32(i)))
+        bits[i] = word
+        mixed[i] = state_noise(word)
 
 
 # ---- decoding: into an fp32 buffer ---------------------------------------------------------------------------------------------
@@ -158,13 +84,13 @@ def _draw(key1, key2, start, out):
 @part
 def _read_bf16(source, factor, out):
     for i in range(out.shape[0]):
-        out[i] = f32(_bf16_value(i32(source[i])) * factor)
+        out[i] = f32(bf16_value(i32(source[i])) * factor)
 
 
 @part
 def _read_fp16(source, factor, out):
     for i in range(out.shape[0]):
-        out[i] = f32(_fp16_value(i32(source[i])) * factor)
+        out[i] = f32(fp16_value(i32(source[i])) * factor)
 
 
 @part
@@ -189,76 +115,81 @@ def _join_bf16_8(high, low, out):
 def _join_fp16(high, low, out):
     for i in range(out.shape[0]):
         h = i32(high[i])
-        unit = i32(i32(_fp16_ulp_exponent(h) - i32(16)) << i32(23)).view(f32)
-        out[i] = f32(_fp16_value(h) + f32(f32(i32(low[i])) * unit))
+        unit = i32(i32(fp16_ulp_exponent(h) - i32(16)) << i32(23)).view(f32)
+        out[i] = f32(fp16_value(h) + f32(f32(i32(low[i])) * unit))
 
 
 @part
 def _join_fp16_8(high, low, out):
     for i in range(out.shape[0]):
         h = i32(high[i])
-        unit = i32(i32(_fp16_ulp_exponent(h) - i32(16)) << i32(23)).view(f32)
-        out[i] = f32(_fp16_value(h) + f32(f32(i32(i32(low[i]) << i32(8))) * unit))
+        unit = i32(i32(fp16_ulp_exponent(h) - i32(16)) << i32(23)).view(f32)
+        out[i] = f32(fp16_value(h) + f32(f32(i32(i32(low[i]) << i32(8))) * unit))
 
 
 @part
 def _add_bf16(source, out):
     for i in range(out.shape[0]):
-        out[i] = f32(out[i] + _bf16_value(i32(source[i])))
+        out[i] = f32(out[i] + bf16_value(i32(source[i])))
 
 
 @part
 def _add_fp16(source, out):
     for i in range(out.shape[0]):
-        out[i] = f32(out[i] + _fp16_value(i32(source[i])))
+        out[i] = f32(out[i] + fp16_value(i32(source[i])))
 
 
 @part
 def _first_value(code, scale):
-    x = f32(f32(i32(abs(i32(code)))) * f32(1 / 127))
-    return f32(f32(x * x) * scale)
+    x = f32(f32(code) * f32(1 / 127))
+    return f32(f32(f32(abs(x)) * x) * scale)
 
 
 @part
 def _second_value(code, scale):
-    x = f32(f32(i32(code)) * f32(1 / 255))
+    x = f32(f32(code) * f32(1 / 255))
     x = f32(x * x)
     return f32(f32(x * x) * scale)
 
 
 @part
 def _read_first(codes, scales, out):
-    for block in range(scales.shape[0]):
+    whole = codes.shape[0] // BLOCK
+    for block in range(whole):
         begin, scale = block * BLOCK, scales[block]
-        k, x = codes[begin : begin + BLOCK], out[begin : begin + BLOCK]  # indices from 0: numba then sees that none is negative
-        for i in range(x.shape[0]):
-            value = _first_value(k[i], scale)
-            x[i] = f32(-value) if i32(k[i]) < i32(0) else value
+        for j in range(BLOCK):  # a number of turns that is known: nothing is left over, and LLVM unrolls
+            out[begin + j] = _first_value(i32(codes[begin + j]), scale)
+    for i in range(whole * BLOCK, codes.shape[0]):
+        out[i] = _first_value(i32(codes[i]), scales[whole])
 
 
 @part
 def _read_second(codes, scales, out):
-    for block in range(scales.shape[0]):
+    whole = codes.shape[0] // BLOCK
+    for block in range(whole):
         begin, scale = block * BLOCK, scales[block]
-        k, x = codes[begin : begin + BLOCK], out[begin : begin + BLOCK]
-        for i in range(x.shape[0]):
-            x[i] = _second_value(k[i], scale)
+        for j in range(BLOCK):
+            out[begin + j] = _second_value(i32(codes[begin + j]), scale)
+    for i in range(whole * BLOCK, codes.shape[0]):
+        out[i] = _second_value(i32(codes[i]), scales[whole])
 
 
 # ---- the update rule: the twin of numerics.updates.adamw_ ------------------------------------------------------------------------
 
 
 @part
-def _update(p, g, m, v, scalars):
+def _update(p, g, m, v, root, scalars):
     decay, rise1, keep2, rise2, root2, floor, size = scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]
     for i in range(p.shape[0]):
         gi = g[i]
         mi = f32(m[i] + f32(f32(gi - m[i]) * rise1))
         vi = f32(f32(v[i] * keep2) + f32(f32(gi * gi) * rise2))
-        denominator = f32(f32(f32(np.sqrt(vi)) * root2) + floor)
+        ri = f32(np.sqrt(vi))
+        denominator = f32(f32(ri * root2) + floor)
         p[i] = f32(f32(p[i] * decay) - f32(f32(mi / denominator) * size))
         m[i] = mi
         v[i] = vi
+        root[i] = ri
 
 
 @part
@@ -268,14 +199,14 @@ def _step_split_bf16(high, low, gradient, m, v, scalars):
     rise2, root2, floor, size = scalars[4], scalars[5], scalars[6], scalars[7]
     for i in range(high.shape[0]):
         p = i32(i32(i32(high[i]) << i32(16)) + i32(low[i])).view(f32)
-        g = f32(_bf16_value(i32(gradient[i])) * factor)
+        g = f32(bf16_value(i32(gradient[i])) * factor)
         mi = f32(m[i] + f32(f32(g - m[i]) * rise1))
         vi = f32(f32(v[i] * keep2) + f32(f32(g * g) * rise2))
         denominator = f32(f32(f32(np.sqrt(vi)) * root2) + floor)
         new = f32(f32(p * decay) - f32(f32(mi / denominator) * size))
-        h = _bf16_nearest(new)
+        h = bf16_nearest(new)
         high[i] = i16(h)
-        low[i] = i16(min(_bf16_rest(new, h), i32(0x7FFF)))
+        low[i] = i16(min(bf16_rest(new, h), i32(0x7FFF)))
         m[i] = mi
         v[i] = vi
 
@@ -286,49 +217,40 @@ def _step_split_bf16(high, low, gradient, m, v, scalars):
 @part
 def _write_bf16(x, out):
     for i in range(x.shape[0]):
-        out[i] = i16(_bf16_nearest(x[i]))
+        out[i] = i16(bf16_nearest(x[i]))
 
 
 @part
 def _write_fp16(x, out):
     for i in range(x.shape[0]):
-        out[i] = i16(_fp16_nearest(x[i]))
+        out[i] = i16(fp16_nearest(x[i]))
 
 
 @part
 def _write_bf16_stochastic(x, bits, out):
     for i in range(x.shape[0]):
-        out[i] = i16(_bf16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
+        out[i] = i16(bf16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
 
 
 @part
 def _write_fp16_stochastic(x, bits, out):
     for i in range(x.shape[0]):
-        out[i] = i16(_fp16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
-
-
-@part
-def _fp16_rest(x, h):
-    """What the code `h` misses of `x`, in 2^-16 of the distance of fp16 numbers there."""
-    count = i32(i32(i32(270) - _fp16_ulp_exponent(h)) << i32(23)).view(f32)  # 2^16 over that distance
-    rest = f32(np.floor(f32(f32(x - _fp16_value(h)) * count)))
-    rest = min(max(rest, f32(-32768)), f32(32768)) if rest == rest else f32(0)
-    return i32(rest)
+        out[i] = i16(fp16_stochastic(x[i], i32(bits[i] & u32(0xFFFF))))
 
 
 @part
 def _split_bf16(x, high, low):
     for i in range(x.shape[0]):
-        h = _bf16_nearest(x[i])
+        h = bf16_nearest(x[i])
         high[i] = i16(h)
-        low[i] = i16(min(_bf16_rest(x[i], h), i32(0x7FFF)))
+        low[i] = i16(min(bf16_rest(x[i], h), i32(0x7FFF)))
 
 
 @part
 def _split_bf16_8(x, bits, high, low):
     for i in range(x.shape[0]):
-        h = _bf16_nearest(x[i])
-        rest = i32(i32(_bf16_rest(x[i], h) + i32(bits[i] & u32(0xFF))) >> i32(8))
+        h = bf16_nearest(x[i])
+        rest = i32(i32(bf16_rest(x[i], h) + i32(bits[i] & u32(0xFF))) >> i32(8))
         carried = rest == i32(128)
         high[i] = i16(i32(h + i32(carried)))
         low[i] = i8(i32(-128) if carried else rest)
@@ -337,16 +259,16 @@ def _split_bf16_8(x, bits, high, low):
 @part
 def _split_fp16(x, high, low):
     for i in range(x.shape[0]):
-        h = _fp16_saturated(x[i])
+        h = fp16_saturated(x[i])
         high[i] = i16(h)
-        low[i] = i16(min(_fp16_rest(x[i], h), i32(0x7FFF)))
+        low[i] = i16(min(fp16_rest(x[i], h), i32(0x7FFF)))
 
 
 @part
 def _split_fp16_8(x, bits, high, low):
     for i in range(x.shape[0]):
-        h = _fp16_saturated(x[i])
-        rest = i32(i32(_fp16_rest(x[i], h) + i32(bits[i] & u32(0xFF))) >> i32(8))
+        h = fp16_saturated(x[i])
+        rest = i32(i32(fp16_rest(x[i], h) + i32(bits[i] & u32(0xFF))) >> i32(8))
         if rest == i32(128):
             if i32(h & i32(0x7FFF)) < i32(0x7BFF):
                 negative = i32(h & i32(0x8000)) != i32(0)
@@ -362,33 +284,33 @@ def _split_fp16_8(x, bits, high, low):
 @part
 def _kahan_bf16(x, high, low):
     for i in range(x.shape[0]):
-        h = _bf16_nearest(x[i])
+        h = bf16_nearest(x[i])
         if i32(h & i32(0x7FFF)) == i32(0x7F80) and f32(abs(x[i])) < f32(np.inf):
             h = i32(h - i32(1))
-        rest = f32(x[i] - _bf16_value(h))
+        rest = f32(x[i] - bf16_value(h))
         high[i] = i16(h)
-        low[i] = i16(_bf16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
+        low[i] = i16(bf16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
 
 
 @part
 def _kahan_fp16(x, high, low):
     for i in range(x.shape[0]):
-        h = _fp16_saturated(x[i])
-        rest = f32(x[i] - _fp16_value(h))
+        h = fp16_saturated(x[i])
+        rest = f32(x[i] - fp16_value(h))
         high[i] = i16(h)
-        low[i] = i16(_fp16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
+        low[i] = i16(fp16_nearest(f32(0) if f32(abs(x[i])) == f32(np.inf) else rest))
 
 
 @part
-def _write_bf16_first(x, bits, out):
+def _write_bf16_first(x, mixed, out):
     for i in range(x.shape[0]):
-        out[i] = i16(_bf16_stochastic(x[i], i32(_state_noise(bits[i]) & u32(0xFFFF))))
+        out[i] = i16(bf16_stochastic(x[i], i32(mixed[i] & u32(0xFFFF))))
 
 
 @part
-def _write_bf16_second(x, bits, out):
+def _write_bf16_second(x, mixed, out):
     for i in range(x.shape[0]):
-        out[i] = i16(_bf16_stochastic(x[i], i32(_state_noise(bits[i]) >> u32(16))))
+        out[i] = i16(bf16_stochastic(x[i], i32(mixed[i] >> u32(16))))
 
 
 @part
@@ -401,37 +323,58 @@ def _largest(x):
 
 
 @part
-def _write_first(values, noise, codes, scales):
+def _scale(x, scales):
+    """The largest magnitude of each of some whole blocks."""
     for block in range(scales.shape[0]):
-        begin = block * BLOCK
-        x, bits, out = values[begin : begin + BLOCK], noise[begin : begin + BLOCK], codes[begin : begin + BLOCK]
-        scale = _largest(x)
-        scales[block] = scale
-        by = scale if scale > f32(0) else f32(1)
-        for i in range(x.shape[0]):
-            value = f32(abs(x[i]))
-            k = min(i32(f32(f32(np.sqrt(f32(value / by))) * f32(127))), i32(126))
-            low, high = _first_value(k, scale), _first_value(i32(k + i32(1)), scale)
-            chance = f32(f32(f32(i32(_state_noise(bits[i]) & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
-            k = i32(k + i32(f32(value - low) > f32(f32(high - low) * chance)))
-            out[i] = i8(i32(-k) if x[i] < f32(0) else k)
+        begin, found = block * BLOCK, i32(0)
+        for j in range(BLOCK):
+            found = max(found, i32(f32(x[begin + j]).view(i32) & i32(0x7FFFFFFF)))
+        scales[block] = i32(found).view(f32)
 
 
 @part
-def _write_second(values, noise, codes, scales):
+def _place_first(key1, key2, start, x, scales, bits, mixed, k):
+    """The level below each number of whole blocks, and the noise: a root and a hash keep different units of the processor busy."""
     for block in range(scales.shape[0]):
-        begin = block * BLOCK
-        x, bits, out = values[begin : begin + BLOCK], noise[begin : begin + BLOCK], codes[begin : begin + BLOCK]
-        scale = _largest(x)
-        scales[block] = scale
-        by = scale if scale > f32(0) else f32(1)
-        for i in range(x.shape[0]):
-            value = f32(abs(x[i]))
-            k = min(i32(f32(f32(np.sqrt(f32(np.sqrt(f32(value / by))))) * f32(255))), i32(254))
-            low, high = _second_value(k, scale), _second_value(i32(k + i32(1)), scale)
-            chance = f32(f32(f32(i32(_state_noise(bits[i]) >> u32(16))) + f32(0.5)) * f32(1 / 65536))
-            k = i32(k + i32(f32(value - low) > f32(f32(high - low) * chance)))
-            out[i] = u8(max(k, i32(LEAST) if value > f32(0) else i32(0)))
+        begin, base, scale = block * BLOCK, u32(u32(start) + u32(block * BLOCK)), scales[block]
+        by = f32(f32(REACH1) / f32(np.sqrt(scale if scale > f32(0) else f32(1))))
+        for j in range(BLOCK):
+            i = begin + j
+            word = random_word(key1, key2, u32(base + u32(j)))
+            bits[i] = word
+            mixed[i] = state_noise(word)
+            k[i] = i32(f32(f32(np.sqrt(f32(abs(x[i])))) * by))
+
+
+@part
+def _write_first(x, k, mixed, scales, codes, root, root_scales, root_k):
+    """Up from level k or not. Beside it the level below each second moment, from its root, for the same reason."""
+    for block in range(scales.shape[0]):
+        begin, scale, root_scale = block * BLOCK, scales[block], root_scales[block]
+        by = f32(f32(REACH2) / f32(np.sqrt(f32(np.sqrt(root_scale if root_scale > f32(0) else f32(1))))))
+        for j in range(BLOCK):
+            i = begin + j
+            root_k[i] = i32(f32(f32(np.sqrt(root[i])) * by))
+            value, level = f32(abs(x[i])), f32(k[i])
+            low, high = _first_value(level, scale), _first_value(f32(level + f32(1)), scale)
+            chance = f32(f32(f32(i32(mixed[i] & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
+            code = i32(k[i] + i32(f32(value - low) > f32(f32(high - low) * chance)))
+            sign = i32(f32(x[i]).view(i32) >> i32(31))
+            codes[i] = i8(i32(i32(code ^ sign) - sign))
+
+
+@part
+def _write_second(x, k, mixed, scales, codes):
+    """The same; what is not zero gets the lowest level at least."""
+    for block in range(scales.shape[0]):
+        begin, scale = block * BLOCK, scales[block]
+        for j in range(BLOCK):
+            i = begin + j
+            value, level = x[i], f32(k[i])
+            low, high = _second_value(level, scale), _second_value(f32(level + f32(1)), scale)
+            chance = f32(f32(f32(i32(mixed[i] >> u32(16))) + f32(0.5)) * f32(1 / 65536))
+            code = i32(k[i] + i32(f32(value - low) > f32(f32(high - low) * chance)))
+            codes[i] = u8(max(code, i32(LEAST) if value > f32(0) else i32(0)))
 
 
 # ---- which of them -------------------------------------------------------------------------------------------------------------
@@ -486,7 +429,7 @@ def _write_weight(x, bits, storage, form, high, low, low8):
 @inlined
 def _read_gradient(form, address, start, n, factor, out):
     """The gradient times `factor`: fp32 as it lies in memory where nothing is to be done, else in `out`."""
-    g = out[:n]
+    g = out
     if form == FP32:
         source = floats(address, start, n)
         if factor == f32(1):
@@ -500,71 +443,111 @@ def _read_gradient(form, address, start, n, factor, out):
     return g
 
 
+@inlined
+def _read_state(codec, address, scales, start, n, first, x):
+    """A moment: as it lies in memory where it is fp32, else decoded in `x`."""
+    if codec == STATE_FP32:
+        x = floats(address, start, n)
+    elif codec == STATE_BF16:
+        _read_bf16(halves(address, start, n), f32(1), x)
+    elif first:
+        _read_first(signed_bytes(address, start, n), _blocks(scales, start, n), x)
+    else:
+        _read_second(unsigned_bytes(address, start, n), _blocks(scales, start, n), x)
+    return x
+
+
+@inlined
+def _write_int8(first, second, m8, m_scales, v8, v_scales, key1, key2, start, n, buffers):
+    """Both moments, or one, from their buffers, by blocks: the last one is filled up with zeros, and its codes go by way of a buffer."""
+    blocks = (n + BLOCK - 1) // BLOCK
+    whole = blocks * BLOCK
+    m, v, root = floats(buffers, M, whole), floats(buffers, V, whole), floats(buffers, ROOT, whole)
+    scale1, scale2 = floats(buffers, SCALE1, blocks), floats(buffers, SCALE2, blocks)
+    bits, mixed = naturals(buffers, BITS, whole), naturals(buffers, MIXED, whole)
+    k1, k2 = integers(buffers, K1, whole), integers(buffers, K2, whole)
+    for i in range(n, whole):
+        m[i] = v[i] = root[i] = f32(0)
+    _scale(m, scale1)
+    _scale(v, scale2)
+    _place_first(key1, key2, start, m, scale1, bits, mixed, k1)
+    codes = m8 if first and n == whole else signed_bytes(buffers, i64(4 * SPARE), whole)
+    _write_first(m, k1, mixed, scale1, codes, root, scale2, k2)
+    if first:
+        for i in range(blocks):
+            m_scales[i] = scale1[i]
+        for i in range(n if n < whole else 0):
+            m8[i] = codes[i]
+    if second:
+        codes = v8 if n == whole else unsigned_bytes(buffers, i64(4 * SPARE), whole)
+        _write_second(v, k2, mixed, scale2, codes)
+        for i in range(blocks):
+            v_scales[i] = scale2[i]
+        for i in range(n if n < whole else 0):
+            v8[i] = codes[i]
+
+
 # ---- what is called ------------------------------------------------------------------------------------------------------------
 
 
-def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, last_chunk, buffers, noise):
-    p_buffer, m_buffer, v_buffer, g_buffer = buffers[0], buffers[1], buffers[2], buffers[3]
+def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, last_chunk, space):
+    buffers, numbers = _first_line(space), i64(scalars.ctypes.data)
     for chunk in range(first_chunk, last_chunk):
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
         storage, form, first, second = kinds[t, 0], kinds[t, 1], kinds[t, 2], kinds[t, 3]
-        draws = storage in (SPLIT24, STOCHASTIC) or first != STATE_FP32 or second != STATE_FP32
+        draws = storage in (SPLIT24, STOCHASTIC) or first == STATE_BF16 or second == STATE_BF16
         if storage == SPLIT and form == BF16 and forms[t] == BF16 and first == STATE_FP32 and second == STATE_FP32:
             n = end - begin
             high, low, g16 = halves(places[t, 0], begin, n), halves(places[t, 1], begin, n), halves(gradients[t], begin, n)
-            _step_split_bf16(high, low, g16, floats(places[t, 2], begin, n), floats(places[t, 4], begin, n), scalars[t])
+            _step_split_bf16(high, low, g16, floats(places[t, 2], begin, n), floats(places[t, 4], begin, n), floats(numbers, 8 * t, 8))
             continue
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
-            bits = noise[:n]
-            if draws:
-                _draw(keys[t, 0], keys[t, 1], start, bits)
             # views of the same places in all formats; only those that the codes above name are touched
             high, low, low8 = halves(places[t, 0], start, n), halves(places[t, 1], start, n), signed_bytes(places[t, 1], start, n)
-            m16, m8, m_scales = halves(places[t, 2], start, n), signed_bytes(places[t, 2], start, n), _blocks(places[t, 3], start, n)
-            v16, v8, v_scales = halves(places[t, 4], start, n), unsigned_bytes(places[t, 4], start, n), _blocks(places[t, 5], start, n)
-            p, m, v = p_buffer[:n], m_buffer[:n], v_buffer[:n]
+            m8, m_scales = signed_bytes(places[t, 2], start, n), _blocks(places[t, 3], start, n)
+            v8, v_scales = unsigned_bytes(places[t, 4], start, n), _blocks(places[t, 5], start, n)
+            p, bits, mixed = floats(buffers, P, n), naturals(buffers, BITS, n), naturals(buffers, MIXED, n)
             if form == FP32:
                 p = floats(places[t, 0], start, n)
             else:
                 _read_weight(storage, form, high, low, low8, p)
-            g = _read_gradient(forms[t], gradients[t], start, n, scalars[t, 0], g_buffer)
-            if first == STATE_FP32:
-                m = floats(places[t, 2], start, n)
-            elif first == STATE_BF16:
-                _read_bf16(m16, f32(1), m)
-            else:
-                _read_first(m8, m_scales, m)
-            if second == STATE_FP32:
-                v = floats(places[t, 4], start, n)
-            elif second == STATE_BF16:
-                _read_bf16(v16, f32(1), v)
-            else:
-                _read_second(v8, v_scales, v)
-            _update(p, g, m, v, scalars[t])
+            g = _read_gradient(forms[t], gradients[t], start, n, scalars[t, 0], floats(buffers, G, n))
+            m = _read_state(first, places[t, 2], places[t, 3], start, n, True, floats(buffers, M, n))
+            v = _read_state(second, places[t, 4], places[t, 5], start, n, False, floats(buffers, V, n))
+            _update(p, g, m, v, floats(buffers, ROOT, n), floats(numbers, 8 * t, 8))
+            if first == STATE_INT8 or second == STATE_INT8:
+                _write_int8(first == STATE_INT8, second == STATE_INT8, m8, m_scales, v8, v_scales, keys[t, 0], keys[t, 1], start, n, buffers)
+            elif draws:
+                _draw(keys[t, 0], keys[t, 1], start, bits, mixed)
             if first == STATE_BF16:
-                _write_bf16_first(m, bits, m16)
-            elif first == STATE_INT8:
-                _write_first(m, bits, m8, m_scales)
+                _write_bf16_first(m, mixed, halves(places[t, 2], start, n))
             if second == STATE_BF16:
-                _write_bf16_second(v, bits, v16)
-            elif second == STATE_INT8:
-                _write_second(v, bits, v8, v_scales)
+                _write_bf16_second(v, mixed, halves(places[t, 4], start, n))
             if form != FP32:
                 _write_weight(p, bits, storage, form, high, low, low8)
 
 
-def _squares(addresses, forms, chunks, sums, largest, first, last, buffers):
+def _squares(addresses, forms, chunks, sums, largest, first, last, space):
+    buffers = _first_line(space)
     for chunk in range(first, last):
         t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
         total, bits = f64(0), i32(0)
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
-            x = _read_gradient(forms[t], addresses[t], start, n, f32(1), buffers[0])
+            x = _read_gradient(forms[t], addresses[t], start, n, f32(1), floats(buffers, G, n))
             total += _sum_of_squares(x)
             bits = max(bits, f32(_largest(x)).view(i32))
         sums[chunk] = total
         largest[chunk] = i32(bits).view(f32)
+
+
+def _count(addresses, counts):
+    """Count a step in fp32 numbers at these addresses, and tell what they are then."""
+    for i in range(addresses.shape[0]):
+        place = floats(addresses[i], 0, 1)
+        place[0] = f32(place[0] + f32(1))
+        counts[i] = place[0]
 
 
 @reordered
@@ -576,5 +559,6 @@ def _sum_of_squares(x):
     return total
 
 
-adamw_chunks = compiled(_adamw)
-squares_chunks = compiled(_squares)
+adamw_chunks = compiled(_adamw, scalar.__file__)
+squares_chunks = compiled(_squares, scalar.__file__)
+count_steps = compiled(_count)

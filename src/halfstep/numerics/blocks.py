@@ -24,6 +24,7 @@ from halfstep.numerics.updates import square_root
 BLOCK = 128
 SIGNED_LEVELS, POSITIVE_LEVELS = 127, 255
 LEAST = 6  # the lowest level of a second moment that is not zero
+SHORT = 1 - 2.0**-22  # so that rounding never takes a root up to the last level; a level itself may be seen as just above the one below
 
 
 def encode(x: Tensor, signed: bool, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -57,11 +58,10 @@ def _encode(flat: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, T
     magnitude = _blocks(flat.abs())
     scales = magnitude.amax(dim=1)
     scale = scales[:, None]
-    levels = SIGNED_LEVELS if signed else POSITIVE_LEVELS
-    place = square_root(magnitude / torch.where(scale == 0, 1.0, scale))
-    if not signed:
-        place = square_root(place)
-    k = place.mul_(levels).floor_().clamp_(max=levels - 1)
+    reach = scales.new_tensor(
+        (SIGNED_LEVELS if signed else POSITIVE_LEVELS) * SHORT
+    )  # a tensor: a number divided by one is multiplied by its reciprocal
+    k = _root(magnitude, signed).mul_(reach / _root(torch.where(scale == 0, 1.0, scale), signed)).floor_()
     low, high = _level(k, signed).mul_(scale), _level(k + 1, signed).mul_(scale)
     share = 0.5 if noise is None else _blocks(noise.float().add_(0.5).mul_(2.0**-16))
     k.add_((magnitude - low) > high.sub_(low).mul_(share))
@@ -69,6 +69,12 @@ def _encode(flat: Tensor, signed: bool, noise: Tensor | None) -> tuple[Tensor, T
         k = torch.where(magnitude > 0, k.clamp(min=LEAST), k)
     code = k.view(-1)[: flat.numel()].to(torch.uint8)
     return (torch.where(flat < 0, -code.view(torch.int8), code.view(torch.int8)) if signed else code), scales
+
+
+def _root(x: Tensor, signed: bool) -> Tensor:
+    """What levels are even in: the square root, or the fourth root as the root of the square root, which AdamW needs as well."""
+    root = square_root(x)
+    return root if signed else square_root(root)
 
 
 def _decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TOO_LARGE = 3.4028235677973366e38  # from here on a number rounds to inf in fp32
 _MARGIN = float(np.float32(1e-6))
 
 
@@ -90,7 +91,7 @@ def clip_factor(total: float, max_norm: float) -> float:
     """
     if not math.isfinite(total):
         return 1.0
-    if total >= 2.0**128:
+    if total >= TOO_LARGE:
         return 0.0
     divisor = float(np.float32(float(np.float32(total)) + _MARGIN))
     inverse = float(np.float32(1.0 / divisor))  # torch divides by way of the reciprocal

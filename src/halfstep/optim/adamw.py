@@ -68,6 +68,8 @@ class AdamW(MasteredOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss, if there is one."""
         loss = evaluated(closure)
+        if self._compiled.repeated(self, factor):
+            return loss
         self.settle_masters()
         held = [(number, p, group) for number, (p, group) in enumerate((p, g) for g in self.param_groups for p in g["params"]) if p.grad is not None]
         work = [Work(number, p, p.grad.detach(), master_of(p), self._state(p, number), group) for number, p, group in held]
@@ -75,7 +77,7 @@ class AdamW(MasteredOptimizer):
         if work:
             torch._foreach_add_([w.state["step"] for w in work], 1.0)
         kernels = cpu_kernels() if any(w.p.is_cpu for w in work) else None
-        left = work if kernels is None else self._compiled.run(kernels, work, factor, self.seed, self.steps)
+        left = work if kernels is None else self._compiled.run(kernels, work, factor, self)
         for w in left:
             self._update(w, factor)
         return loss

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError, suggest
+from halfstep.hardware import give_back_unused_memory
 from halfstep.kernels import weight_kernels
 from halfstep.numerics import Noise
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
@@ -21,6 +22,9 @@ from halfstep.optim.quiet import QuickToClear
 from halfstep.policy import Policy, parse
 
 logger = logging.getLogger("halfstep")
+
+
+LARGE = 1 << 24  # parameters from which on it is worth some milliseconds
 
 
 class MasteredOptimizer(QuickToClear):
@@ -37,6 +41,7 @@ class MasteredOptimizer(QuickToClear):
     codec: Codec
     asked: tuple[str | None, str | None]  # weights and states as they were asked for
     seed: int  # of the noise
+    _tidy = False  # the memory that the first step has left was given back
     steps: int  # taken so far: part of the noise
     roles: Mapping[str, Role]  # which states may be encoded
     needed: tuple[str, ...] = ()  # states that each parameter has, or none of them
@@ -76,6 +81,14 @@ class MasteredOptimizer(QuickToClear):
                     "Prepare the optimizer before its first step.",
                 )
             self.codec = CODECS[policy.states]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. After the first step of a large model the memory goes back to the system that making masters and states has left unused."""
+        super().zero_grad(set_to_none)
+        if self.steps and not self._tidy:
+            self._tidy = True
+            if sum(p.numel() for p in self.everybody()) >= LARGE:
+                give_back_unused_memory()
 
     def everybody(self) -> list[Tensor]:
         """All parameters in order. The place of one is its number."""

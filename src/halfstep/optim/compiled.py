@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from halfstep.kernels import cpu_kernels
 from halfstep.optim.codec import SCALE
 from halfstep.optim.masters import HALF, Master
+from halfstep.optim.repeat import Repeat, step_of
+
+if TYPE_CHECKING:
+    from halfstep.optim.base import MasteredOptimizer
 
 KERNEL_DTYPES = (torch.float32, *HALF)
 
@@ -62,6 +67,7 @@ class CompiledAdamW:
     def __init__(self) -> None:
         self._plan: Any = None
         self._seed = 0  # that the plan was made with
+        self._repeat: Repeat | None = None
         self._made_of: dict[int, tuple[Any, ...]] = {}  # by number of the parameter; the plan's own references keep addresses from being used again
 
     def __deepcopy__(self, memo: Any) -> CompiledAdamW:
@@ -70,8 +76,19 @@ class CompiledAdamW:
     def __reduce__(self) -> tuple[type[CompiledAdamW], tuple[()]]:
         return CompiledAdamW, ()
 
-    def run(self, kernels: ModuleType, work: Sequence[Work], factor: float, seed: int, step: int) -> list[Work]:
-        """One AdamW step of all that the kernel takes; returns the others. The steps in their states are counted already."""
+    def repeated(self, optimizer: MasteredOptimizer, factor: float) -> bool:
+        """Take the step as the one before, where nothing else is different; False, with nothing done, where anything is."""
+        if self._repeat is None:
+            return False
+        kernels = cpu_kernels()
+        if kernels is not None and self._repeat.run(kernels, optimizer, factor):
+            return True
+        self._repeat = None
+        return False
+
+    def run(self, kernels: ModuleType, work: Sequence[Work], factor: float, optimizer: MasteredOptimizer) -> list[Work]:
+        """One AdamW step of all that the kernel takes; returns the others. The steps in their states, and the optimizer's, are counted already."""
+        seed, step = optimizer.seed, optimizer.steps
         left: list[Work] = []
         taken: list[Work] = []
         made_of: dict[int, tuple[Any, ...]] = {}
@@ -89,7 +106,8 @@ class CompiledAdamW:
             taken.append(w)
         if not taken:
             return left
-        if not same or made_of.keys() != self._made_of.keys() or self._plan is None or seed != self._seed:
+        same = same and made_of.keys() == self._made_of.keys() and self._plan is not None and seed == self._seed
+        if not same:
             self._seed, self._made_of = seed, made_of
             self._plan = kernels.Plan([_item(kernels, w) for w in taken], seed)
         gradients = [g if g.is_contiguous() else g.contiguous() for g in (w.gradient for w in taken)]
@@ -98,6 +116,9 @@ class CompiledAdamW:
         for w in taken:
             if w.master is not None:
                 w.master.wrote(counted=True)
+        params = [w.p for w in taken]
+        if same and not left and Repeat.takes(params, [w.state for w in taken]):  # the second step of these: a third is likely
+            self._repeat = Repeat(kernels, optimizer, self._plan, params, [w.master for w in taken])
         return left
 
 
@@ -117,15 +138,6 @@ def _settings(kernels: ModuleType, work: Sequence[Work]) -> list[Any]:
     counts = torch.stack([w.state["step"] for w in work]).tolist()
     made: dict[tuple[int, float], Any] = {}
     for w, count in zip(work, counts, strict=True):
-        key, group = (id(w.group), count), w.group
-        if key not in made:
-            made[key] = kernels.Step(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=int(count),
-                maximize=bool(group["maximize"]),
-            )
+        if (id(w.group), count) not in made:
+            made[id(w.group), count] = step_of(kernels, w.group, int(count))
     return [made[id(w.group), count] for w, count in zip(work, counts, strict=True)]

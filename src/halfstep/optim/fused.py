@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import Any
 
@@ -10,16 +11,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from halfstep.errors import ConfigError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim.base import evaluated
 from halfstep.optim.quiet import QuickToClear
+
+AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
 
 
 class FusedAdamW(QuickToClear, torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)` on the CPU: the same kernel, the same states, equal bits where nothing is clipped.
 
     `step(factor=f)` multiplies gradients by f in the kernel's own pass (clip coefficient over loss scale), and leaves them so multiplied. The
-    parameters of a group that have taken equally many steps share one `step` tensor. Parameters and gradients are dense fp32 or fp64.
+    parameters that have taken equally many steps share one `step` tensor. Parameters and gradients are dense fp32 or fp64.
     Bytes per parameter beside its gradient: 4 + 8. Raises ConfigError for sparse gradients.
     Source: Loshchilov and Hutter, arXiv:1711.05101; torch._fused_adamw_.
     """
@@ -66,49 +69,68 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
         loss = evaluated(closure)
         bad, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # torch's own protocol with a GradScaler
         if factor != 1.0:
-            divisor = torch.tensor(1.0 / factor, dtype=torch.float32)
+            divisor = torch.tensor(1.0 / factor if factor else math.inf, dtype=torch.float32)
         with torch.no_grad():
-            for group in self.param_groups:
-                self._update(group, divisor, bad)
+            alike = self._alike()
+            counts = {id(s): s for _, held in alike for s in [self.state[p]["step"] for p in held]}.values()
+            for count in counts:
+                count.add_(1)
+            for settings, held in alike:
+                own = [self.state[p] for p in held]
+                grads: list[Any] = [p.grad for p in held]
+                lists = [held, grads, [s["exp_avg"] for s in own], [s["exp_avg_sq"] for s in own], [s["step"] for s in own]]
+                for p, g, first, second, at in _by_dtype(lists):
+                    torch._fused_adamw_(p, g, first, second, [], at, amsgrad=False, grad_scale=divisor, found_inf=bad, **settings)
+            for count in counts if bad is not None else ():
+                count.sub_(bad)
         return loss
 
-    def _update(self, group: dict[str, Any], divisor: Tensor | None, bad: Tensor | None) -> None:
-        state = self.state
-        held = [p for p in group["params"] if p.grad is not None]
-        if not held:
-            return
-        if any("step" not in state[p] for p in held):
-            self._begin(held)
-        if len(held) < len(group["params"]):
-            self._part(group["params"])
-        own = [state[p] for p in held]
-        steps = [s["step"] for s in own]
-        counts = {id(s): s for s in steps}.values()
-        for count in counts:
-            count.add_(1)
-        lists = [held, [p.grad for p in held], [s["exp_avg"] for s in own], [s["exp_avg_sq"] for s in own], steps]
-        beta1, beta2 = group["betas"]
-        settings = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"]}
-        for p, g, first, second, at in _alike(lists):
-            torch._fused_adamw_(p, g, first, second, [], at, maximize=group["maximize"], amsgrad=False, grad_scale=divisor, found_inf=bad, **settings)
-        if bad is not None:
-            for count in counts:
-                count.sub_(bad)
+    def _alike(self) -> Collection[tuple[dict[str, Any], list[Tensor]]]:
+        """The parameters that have a gradient, those of groups with the same settings together; each with a state."""
+        found: dict[Any, tuple[dict[str, Any], list[Tensor]]] = {}
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            if group["amsgrad"]:
+                raise ConfigError("amsgrad=True was asked for, and FusedAdamW has no such rule", AMSGRAD)
+            for p in held:
+                if p.grad is not None and p.grad.is_sparse:
+                    raise ConfigError(
+                        f"a parameter of shape {tuple(p.shape)} has a sparse gradient, and AdamW updates every element",
+                        "Use sparse=False in its embedding, or torch.optim.SparseAdam.",
+                    )
+            if len(held) < len(group["params"]):
+                self._part(group["params"])
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            settings = {"lr": lr, "beta1": beta1, "beta2": beta2, **{key: group[key] for key in ("weight_decay", "eps", "maximize")}}
+            alike = (id(lr) if isinstance(lr, Tensor) else lr, *list(settings.values())[1:])
+            if held:
+                found.setdefault(alike, (settings, []))[1].extend(held)
+        everybody = [p for _, held in found.values() for p in held]
+        if any("step" not in self.state[p] for p in everybody):
+            self._begin(everybody)
+        return found.values()
 
     def _begin(self, held: list[Tensor]) -> None:
         """States for parameters that have none."""
         step: Tensor | None = None
         for p in held:
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise ConfigError(
-                    f"a parameter of shape {tuple(p.shape)} has a sparse gradient, and AdamW updates every element",
-                    "Use sparse=False in its embedding, or torch.optim.SparseAdam.",
-                )
             if "step" in self.state[p]:
                 continue
             step = torch.zeros((), dtype=torch.float32, device=p.device) if step is None or step.device != p.device else step
             zeros = [torch.zeros_like(p, memory_format=torch.preserve_format) for _ in range(2)]
             self.state[p] |= {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's form. Each parameter has a `step` of its own there, as torch's AdamW needs it."""
+        packed = super().state_dict()
+        states = {n: s | {"step": s["step"].clone()} if isinstance(s.get("step"), Tensor) else s for n, s in packed["state"].items()}
+        return packed | {"state": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Raises CheckpointError for a state of the amsgrad variant."""
+        if any(group.get("amsgrad") for group in state_dict.get("param_groups", ())):
+            raise CheckpointError("the state is of an AdamW with amsgrad=True, and FusedAdamW has no such rule", AMSGRAD)
+        super().load_state_dict(state_dict)
 
     def _part(self, members: list[Tensor]) -> None:
         """Those that sit this step out keep their number of steps: a tensor of their own from now on."""
@@ -117,7 +139,7 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
                 self.state[p]["step"] = self.state[p]["step"].clone()
 
 
-def _alike(lists: list[list[Tensor]]) -> Iterable[list[list[Tensor]]]:
+def _by_dtype(lists: list[list[Tensor]]) -> Iterable[list[list[Tensor]]]:
     """The lists, or where parameters are of several dtypes the lists of each. Complex numbers as pairs."""
     kind = lists[0][0].dtype
     if not kind.is_complex and all(p.dtype is kind for p in lists[0]):

@@ -35,6 +35,7 @@ from halfstep.step.state import OnOverflow, StepState
 from halfstep.step.verdict import Agree, Verdict
 
 NOT_LOOKED_AT = Reached((), ())
+LOOK_EVERY = 16  # losses of which one is looked at in any case: a batch norm that nobody has shown may join
 
 
 class StepEngine:
@@ -57,6 +58,7 @@ class StepEngine:
         self._start = Start(agree)
         self._update_due = False  # update() was called while a verdict was on its way
         self._task = -1  # the number that autograd gives to the backward pass at hand
+        self._known: list[Tensor] = []  # all parameters, when the last loss came, where nothing is scaled
         self._reaches: list[int] | None = None  # ids of the parameters of all optimizers, when a graph was looked at that reaches no others
         self._going_through: list[Tensor | None] = []  # losses that the backward pass at hand has come through
 
@@ -97,6 +99,7 @@ class StepEngine:
 
     def know(self, item: Optimizer | nn.Module) -> Record | None:
         """Make an optimizer known before its first step; of a module, guard the buffers and learn the names of the parameters."""
+        self._reaches = None
         if isinstance(item, nn.Module):
             self.state.buffers.watch(item)
             self.name_parameters(item.named_parameters())
@@ -129,7 +132,11 @@ class StepEngine:
         self._begin()
         reached = self._reached(loss)
         known = state.everybody()
-        state.ledger.look(known, listen=state.scaling.active)
+        if state.scaling.active:
+            state.ledger.look(known)
+        else:  # when the backward pass begins; not inputs, which would be kept alive
+            owned = {id(p) for p in state.owned()}
+            self._known = [p for p in known if id(p) in owned or isinstance(p, nn.Parameter)]
         narrow.before_a_backward_pass(state, known)
         state.buffers.found(reached.statistics)
         self._choose_scale(loss, reached)
@@ -156,7 +163,8 @@ class StepEngine:
         if state.scaling.active or not state.buffers.has_modules:
             return state.watch.look(loss)
         own = [id(p) for p in state.owned()]
-        if own != self._reaches:
+        state.unseen = own == self._reaches and state.losses % LOOK_EVERY != 0
+        if not state.unseen:
             reached = state.watch.look(loss)
             self._reaches = own if own and {id(p) for p in state.watch.leaves()} <= set(own) else None
             return reached
@@ -214,6 +222,8 @@ class StepEngine:
         task = torch._C._current_graph_task_id()
         if task != self._task:  # an earlier pass may have ended with an error
             self._task, self._going_through = task, []
+            if not self.state.scaling.active:
+                self.state.ledger.look(self._known, listen=False)
         self._going_through.append(seen * gradient.detach() if seen is not None and gradient.numel() == 1 else None)
         return len(self._going_through) == 1
 

@@ -50,8 +50,10 @@ def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None
         numerics.multiply_(gradients(owner), 1.0 / state.scale_at_hand)
     elif not unscaled:  # what another optimizer has too, and measure() has scaled again
         numerics.multiply_([p.grad for p in parameters(owner) if p.grad is not None and state.ledger.is_unscaled(p)], 1.0 / state.scale_at_hand)
-    state.ledger.use(parameters(owner), unscaled and divide)
-    record.marks, record.clipped, record.heard, record.losses = marks(gradients(owner)), False, False, state.losses
+    record.clipped, record.heard, record.losses = False, False, state.losses
+    if divide:
+        state.ledger.use(parameters(owner), unscaled)
+        record.marks = marks(gradients(owner))
     return record.verdict
 
 

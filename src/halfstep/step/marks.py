@@ -148,6 +148,8 @@ class Ledger:
                 left.gradient, left.version = ref(g), g._version
             else:
                 del known[id(p)]
+                if not listen:
+                    self._strange[id(p)] = ref(g), g._version
         for i in [i for i, (r, _) in self._armed.items() if r() is None]:
             del self._armed[i]
             known.pop(i, None)

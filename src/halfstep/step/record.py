@@ -31,6 +31,7 @@ class Record:
     loss: Tensor | None = None  # sum of the losses that gave this optimizer its gradients
     loss_at: tuple[int, int] = (-1, 0)  # the ledger's turn, and `spent_to`, when `loss_then` was that sum
     loss_then: Tensor | None = None
+    met_at: int = 0  # losses that had been scaled when this optimizer was met
     spent_to: int = 0  # the number of the last loss before its last step
     bad_steps: int = 0  # in a row
     applied: int = 0  # steps that moved the weights

@@ -54,6 +54,7 @@ class StepState:
     loss_spent: bool = False  # that sum belongs to a step that was taken
     passes: int = 1  # backward passes so far
     hopeless: bool = False  # probes have found the gradients at hand bad at every scale
+    unseen: bool = False  # nobody has looked at what the last loss reaches: parameters may have gradients of it that the ledger knows nothing of
     noticed: int = 0  # backward passes since a step was taken
     scale_was_read: bool = False  # the user has asked for the scale at hand
     penalty: Tensor | None = None  # the sign on gradients of a scaled loss that were made with create_graph=True
@@ -85,7 +86,7 @@ class StepState:
         """Where an optimizer stands."""
         known = self.records.get(owner)
         if known is None:
-            known = self.records[owner] = Record(bad_steps=self.bad_before)
+            known = self.records[owner] = Record(bad_steps=self.bad_before, met_at=self.losses)
             checks.look_for_masters(owner, parameters(owner), self.scaling.active, self.called)
         return known
 
@@ -118,7 +119,8 @@ class StepState:
         record = self.record(owner)
         at = (self.ledger.turn, record.spent_to)
         if record.loss_at != at:
-            record.loss_at, record.loss_then = at, self.ledger.loss(parameters(owner), record.spent_to)
+            found = self.ledger.loss(parameters(owner), record.spent_to)
+            record.loss_at, record.loss_then = at, self.loss if found is None and self.unseen and record.met_at == self.losses else found
         return record.loss_then
 
     def in_flight(self) -> bool:

@@ -48,6 +48,8 @@ def take(
         checks.refuse_settings(optimizer)
         fused = not record.unscaled and divides_itself(optimizer)
         if fused and defers(state, optimizer):
+            if max_norm is not None:
+                refuse_norm(max_norm)
             record.evidence = measure(state, optimizer)
             return _take_on_device(state, optimizer, record, _divisor(state, record, record.evidence, max_norm), before)
         late = not record.unscaled and divides_late(optimizer) and (max_norm is not None or has_fp16_gradients(optimizer))
@@ -82,7 +84,7 @@ def _take_late(state: StepState, optimizer: Any, record: Record, max_norm: float
     except BaseException:
         record.forget()  # they are still scaled
         raise
-    if getattr(optimizer, "writes_gradients", False):
+    if state.scaling.active and getattr(optimizer, "writes_gradients", False):
         state.ledger.use(parameters(optimizer))
     return verdict
 
@@ -120,11 +122,10 @@ def _divisor(state: StepState, record: Record, evidence: Evidence, max_norm: flo
     scale = state.scale_at_hand
     if max_norm is None:
         return scale
-    refuse_norm(max_norm)
     norm = evidence.values[0] / scale
+    record.signs.append(torch.isfinite(norm) & (norm + 1e-6 > max_norm))
     if max_norm == 0:
         return torch.full_like(norm, math.inf)
-    record.signs.append(torch.isfinite(norm) & (norm + 1e-6 > max_norm))
     return scale * torch.clamp((norm + 1e-6) / max_norm, min=1.0)
 
 

@@ -66,6 +66,9 @@ class TrainerCallback:
         """The run ended."""
 
 
+_NOTHING = dict(vars(TrainerCallback))  # the methods as they stand above
+
+
 class CallbackList:
     """Calls an event on each callback in order. A callback may return a control to replace the one it was given."""
 
@@ -78,8 +81,8 @@ class CallbackList:
 
     def listeners(self, event: str) -> list[TrainerCallback]:
         """The callbacks that do something at `event`."""
-        nothing = getattr(TrainerCallback, event, None)
-        return [c for c in self.callbacks if getattr(type(c), event, None) is not nothing or event in getattr(c, "__dict__", ())]
+        nothing = _NOTHING.get(event)
+        return [c for c in self.callbacks if (m := getattr(c, event, None)) is not None and getattr(m, "__func__", m) is not nothing]
 
     def listens(self, event: str) -> bool:
         """Whether a callback does something at `event`."""

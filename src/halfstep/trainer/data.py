@@ -48,7 +48,8 @@ def make_loader(
 ) -> DataLoader[Any]:
     """A DataLoader over a map-style dataset (with an `EpochBatches` sampler) or an iterable one.
 
-    pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there. It has a random generator of its own, so that starting it leaves torch's random state alone.
+    pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there.
+    It has a random generator of its own, so that starting it leaves torch's random state alone.
     """
     own = torch.Generator().manual_seed(seed)
     if isinstance(dataset, Iterator):

@@ -144,7 +144,7 @@ class Trainer:
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch of a window; returns its loss."""
-        if not model.training:
+        if not all(part.training for part in model.modules()):
             model.train()
         with self.accelerator.autocast(), explained(inputs, self.label_names):
             loss = self.compute_loss(model, inputs)

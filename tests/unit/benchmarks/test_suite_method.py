@@ -80,8 +80,10 @@ def test_a_slow_peer_is_known_by_its_first_step_and_ours_never_is():
 @pytest.mark.usefixtures("single_steps")
 def test_without_time_left_peers_are_named_and_not_run():
     seen = []
-    found, excluded = take_turns([noting("ours", seen, "ours"), noting("peer", seen)], 2, 60.0, patience=-1.0)
-    assert [t.name for t in found] == ["ours"]
+    found, excluded = take_turns(
+        [noting("ours", seen, "ours"), noting("peer", seen), noting("rival", seen)], 2, 60.0, patience=-1.0, needed=["rival"]
+    )
+    assert [t.name for t in found] == ["ours", "rival"]
     assert excluded[0].name == "peer"
     assert "no time left" in excluded[0].reason
 
@@ -116,6 +118,11 @@ def test_ratios_are_of_the_same_round():
 
 def test_without_a_common_round_the_ratio_is_of_the_medians():
     assert ratios(taken("a", "ours", [1.0, 3.0, None]), taken("b", "peer", [None, None, 4.0])) == [0.5]
+
+
+def test_a_first_step_alone_is_held_against_the_median():
+    slow = Taken("b", "peer", None, [4.0, None, None], first_only=True)
+    assert ratios(taken("a", "ours", [3.0, 1.0, 1.0]), slow) == [0.25]
 
 
 def test_quartiles_of_one_and_of_many():
