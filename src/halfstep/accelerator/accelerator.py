@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from halfstep import checkpoint
 from halfstep.accelerator import replay
-from halfstep.accelerator.decided import adopt_products, decide, go_on_with, products_for, refuse_other_policy, resolved
+from halfstep.accelerator.decided import UNDECIDED, adopt_products, decide, go_on_with, products_for, refuse_other_policy, resolved
 from halfstep.accelerator.facts import Signature, model_facts, refuse_changed, refuse_orphans
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, pin_as_saved, refuse_state
@@ -96,8 +96,9 @@ class Accelerator:
     def _run_under(self, policy: Policy, why: str = "") -> None:
         self.policy, self._why, self._products = policy, why, products_for(policy)
         self.resolution: Resolution = resolved(policy, self.device, why=why)
-        self.scaler = self._scaler_for(policy.scale)
-        self.scaler.run_backward_inside(functools.partial(backward_context, policy, self.device, self._products))
+        self.scaler = cast(GradScaler, UNDECIDED) if policy.is_auto else self._scaler_for(policy.scale)
+        if not policy.is_auto:
+            self.scaler.run_backward_inside(functools.partial(backward_context, policy, self.device, self._products))
 
     @property
     def mixed_precision(self) -> str:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,6 +74,21 @@ def refuse_other_policy(already: Policy | None, policy: Policy) -> None:
             f"this model is already prepared under {already}, and the accelerator has {policy}",
             "Call unwrap_model(model, keep_fp32_wrapper=False) on the accelerator that prepared it, or load the model anew.",
         )
+
+
+class _Undecided:
+    """In the place of a scaler while nobody knows which precision it would serve: what was told to it would be lost."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError(
+            "precision='auto' is decided when the first model is prepared, and none was",
+            "Call prepare(model, optimizer) first.",
+        )
+
+
+UNDECIDED = _Undecided()
 
 
 def products_for(policy: Policy) -> Products:

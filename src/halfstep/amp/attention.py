@@ -31,7 +31,8 @@ def _as_bias(mask: Tensor | None) -> Tensor | None:
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    usable = scratch.plain(*tensors)
+    # the kernel wants the last dimension to lie as such
+    usable = scratch.plain(*tensors) and not any(0 < t.stride(-2) < t.stride(-1) or scratch.is_batch(t) for t in tensors)
     return [scratch.wide_if(usable, place, t) for place, t in zip((LEFT, RIGHT, SUM, GRADIENT), tensors, strict=False)]
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from halfstep.amp.mode import Route
-from halfstep.amp.rounding import again, applied, eligible, exactly, forward_mode, narrow, recorded, transformed, unseen
+from halfstep.amp.rounding import again, applied, eligible, exactly, forward_mode, gradients_again, narrow, recorded, transformed, unseen
+from halfstep.amp.scratch import is_batch
 
 
 def _contracted(left: str, right: str, out: str, a: Tensor, b: Tensor) -> Tensor:
@@ -37,6 +38,9 @@ class _Contraction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if is_batch(grad):
+            call = functools.partial(_contracted, *ctx.indices)
+            return (*unseen(gradients_again, call, ctx.saved_tensors, ctx.needs_input_grad[:2], grad), None, None, None)
         return (*unseen(_gradients, *ctx.indices, grad, *ctx.saved_tensors, ctx.needs_input_grad[:2]), None, None, None)
 
 

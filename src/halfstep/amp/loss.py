@@ -16,6 +16,7 @@ from torch import Tensor
 from halfstep.amp.mode import Route
 from halfstep.amp.ops import HALF
 from halfstep.amp.rounding import applied, exactly, forward_mode, recorded, transformed, unseen
+from halfstep.amp.scratch import is_batch
 
 WHOLE = 1 << 23  # logits up to which torch's own function is faster: 32 MiB in fp32, from where on each new tensor is fresh memory
 PIECE = 1 << 19  # logits of a piece: 2 MiB in fp32
@@ -45,6 +46,11 @@ def _gradient(grad: Tensor, logits: Tensor, target: Tensor, reduction: str, igno
         wide = logits.float()
         loss = F.cross_entropy(wide, target, reduction=reduction, ignore_index=ignored)
         return torch.autograd.grad(loss, wide, grad, create_graph=True)[0].to(logits.dtype)
+    if is_batch(grad):
+        with torch.enable_grad():
+            wide = logits.detach().float().requires_grad_()
+            loss = F.cross_entropy(wide, target, reduction=reduction, ignore_index=ignored)
+        return torch.autograd.grad(loss, wide, grad)[0].to(logits.dtype)
     found = torch.empty_like(logits)
     for s in _pieces(logits):
         logs = torch.log_softmax(logits[s].float(), 1)

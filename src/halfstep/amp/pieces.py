@@ -80,7 +80,7 @@ def affine_gradients(
     """
     need_a, need_b, need_c = needs
     (n, k), m = a.shape, b.shape[1]
-    if not _in_pieces(max(n * k, k * m, n * m), grad, a, b):
+    if scratch.is_batch(grad) or not _in_pieces(max(n * k, k * m, n * m), grad, a, b):
         above = grad.float()
         scaled = _times(above, alpha)
         found_b = narrow(_turned(a.float(), scaled, b), b.dtype) if need_b else None
@@ -201,7 +201,7 @@ def batched_gradients(grad: Tensor, a: Tensor, b: Tensor, c: tuple[int, ...] | N
     """Gradients of a[i, n, k], b[i, k, m] and of c, whose shape is given, each rounded to 16 bits once."""
     need_a, need_b, need_c = needs
     found_c = narrow(_times(grad.float(), beta).sum_to_size(c), a.dtype) if need_c and c is not None else None
-    pieces = _batch_pieces(a, b, grad)
+    pieces = None if scratch.is_batch(grad) else _batch_pieces(a, b, grad)
     if pieces is None:
         above = _times(grad.float(), alpha)
         return (

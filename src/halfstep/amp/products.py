@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp import pieces
+from halfstep.amp import pieces, scratch
 from halfstep.amp.mode import Route
 from halfstep.amp.pieces import Scalar
 from halfstep.amp.rounding import applied, eligible, exactly, forward_mode, narrow, recorded, rounded, transformed, unseen
@@ -65,7 +65,7 @@ class _Weighted(torch.autograd.Function):
         x, b = ctx.saved_tensors
         weight, need_w = ctx.weight, ctx.needs_input_grad[1]
         # a tensor of its own and no view: to such a one autograd adds other gradients of a shared weight in place
-        found_w = torch.empty_like(weight) if need_w and not torch.is_grad_enabled() else None
+        found_w = torch.empty_like(weight) if need_w and not torch.is_grad_enabled() and not scratch.is_batch(grad) else None
         into = found_w.mT if found_w is not None and ctx.turned else found_w
         if torch.is_grad_enabled():  # the gradients will be differentiated in their turn, so they are made of the weight itself
             if weight._version != ctx.version:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 SMALLEST, LARGEST = 1 << 14, 1 << 22  # elements: smaller ones leave no holes, larger ones are mapped and given back to the system (16 MiB)
 GRADIENT, LEFT, RIGHT, RESULT, SUM = range(5)  # what a place is for: no two copies that live at once share one
@@ -28,7 +30,25 @@ _places = _Places()
 
 def plain(*tensors: Tensor) -> bool:
     """Whether these are just numbers in memory that nobody watches: no subclass, and no mode that would see, replace or keep what is made of them."""
-    return all(type(t) in (Tensor, nn.Parameter) for t in tensors) and torch._C._len_torch_dispatch_stack() == 0
+    if torch._C._len_torch_dispatch_stack() or not all(type(t) in (Tensor, nn.Parameter) for t in tensors):
+        return False
+    return torch._C._len_torch_function_stack() == 0 or not torch._C._is_torch_function_mode_enabled() or all(map(_ours, _modes()))
+
+
+_BATCH: Any = torch._C._parse_dispatch_key("Batched")
+
+
+def is_batch(t: Tensor) -> bool:
+    """Whether a tensor stands for many, by torch's older vmap (`torch.autograd.grad(is_grads_batched=True)`): nothing may be written then."""
+    return bool(torch._C._dispatch_keys(t).has(_BATCH))
+
+
+def _modes() -> list[object]:
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _ours(mode: object) -> bool:
+    return type(mode).__module__.startswith("halfstep.")
 
 
 def empty(place: int, shape: Sequence[int], turned: bool = False) -> Tensor:
@@ -51,7 +71,7 @@ def wide(place: int, t: Tensor) -> Tensor:
     """The fp32 copy of a 16-bit tensor of two and more dimensions, its last two in the order that they have."""
     if t.numel() < SMALLEST:
         return t.float()
-    return empty(place, t.shape, turned=t.stride(-2) < t.stride(-1)).copy_(t)
+    return empty(place, t.shape, turned=0 < t.stride(-2) < t.stride(-1)).copy_(t)
 
 
 def wide_if(usable: bool, place: int, t: Tensor) -> Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger("halfstep")
 Stored = dict[str, list[float]]
 
 
@@ -53,15 +55,30 @@ class Memory:
         if self.path is None:
             return
         content = json.dumps({"key": self.key, "rates": self.read() | more}, indent=1)
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, partial = tempfile.mkstemp(prefix=".rates-", dir=self.path.parent)
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(content)
-                os.replace(partial, self.path)
-            except OSError:
-                os.unlink(partial)
+        try:
+            self._write(self.path, content)
+        except OSError as error:
+            _say(f"{self.path.parent} cannot be written ({error.strerror})")
+
+    def _write(self, path: Path, content: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(prefix=".rates-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(content)
+            os.replace(partial, path)
+        except OSError:
+            os.unlink(partial)
+            raise
+
+
+@functools.cache
+def _say(cause: str) -> None:
+    logger.warning(
+        "%s, so each process measures anew how fast 16-bit products are, and two runs may choose differently. Let XDG_CACHE_HOME name a folder that "
+        "can be written, or say products=emulated or products=native in the precision",
+        cause,
+    )
 
 
 def _are_numbers(value: Any) -> bool:

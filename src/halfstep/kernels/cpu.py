@@ -144,7 +144,8 @@ def squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     NaN gives NaN, in both. An empty tensor gives 0. One that is not dense (expanded, or a slice) is copied first.
     """
     if False in [t.is_contiguous() for t in tensors]:  # lists: this is called with hundreds of tensors in every step
-        tensors = [t.detach() if _is_dense(t) else t.detach().contiguous() for t in tensors]
+        tensors = [t.resolve_neg() for t in tensors]
+    tensors = [t.detach() if _is_dense(t) else t.detach().contiguous() for t in tensors]
     formats = [FORMATS.get(t.dtype) if t.is_cpu else None for t in tensors]
     if None in formats:
         t = tensors[formats.index(None)]

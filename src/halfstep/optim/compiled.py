@@ -110,7 +110,7 @@ class CompiledAdamW:
         if not same:
             self._seed, self._made_of = seed, made_of
             self._plan = kernels.Plan([_item(kernels, w) for w in taken], seed)
-        gradients = [g if g.is_contiguous() else g.contiguous() for g in (w.gradient for w in taken)]
+        gradients = [g if g.is_contiguous() else g.contiguous() for g in (w.gradient.resolve_neg() for w in taken)]
         self._plan.run(gradients, _settings(kernels, taken), factor, step)
         increment_version([w.p for w in taken])
         for w in taken:

@@ -102,7 +102,7 @@ class Repeat:
             or [p.numel() for p in self._params] != self._numels
         ):
             return None
-        gradients = [g if g.is_contiguous() else g.contiguous() for g in found if g is not None]
+        gradients = [g if g.is_contiguous() else g.contiguous() for g in (f.resolve_neg() for f in found if f is not None)]
         strided = [g.layout for g in gradients].count(torch.strided) == len(gradients)
         return gradients if strided and [g.numel() for g in gradients] == self._numels else None
 

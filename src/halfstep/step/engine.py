@@ -58,7 +58,7 @@ class StepEngine:
         self._start = Start(agree)
         self._update_due = False  # update() was called while a verdict was on its way
         self._task = -1  # the number that autograd gives to the backward pass at hand
-        self._known: list[Tensor] = []  # all parameters, when the last loss came, where nothing is scaled
+        self._known: list[ref[Tensor]] = []  # all parameters, when the last loss came, where nothing is scaled
         self._reaches: list[int] | None = None  # ids of the parameters of all optimizers, when a graph was looked at that reaches no others
         self._going_through: list[Tensor | None] = []  # losses that the backward pass at hand has come through
 
@@ -134,9 +134,9 @@ class StepEngine:
         known = state.everybody()
         if state.scaling.active:
             state.ledger.look(known)
-        else:  # when the backward pass begins; not inputs, which would be kept alive
+        else:  # when the backward pass begins; inputs are the user's
             owned = {id(p) for p in state.owned()}
-            self._known = [p for p in known if id(p) in owned or isinstance(p, nn.Parameter)]
+            self._known = [ref(p) for p in known if id(p) in owned or isinstance(p, nn.Parameter)]
         narrow.before_a_backward_pass(state, known)
         state.buffers.found(reached.statistics)
         self._choose_scale(loss, reached)
@@ -223,8 +223,8 @@ class StepEngine:
         if task != self._task:  # an earlier pass may have ended with an error
             self._task, self._going_through = task, []
             if not self.state.scaling.active:
-                self.state.ledger.look(self._known, listen=False)
-        self._going_through.append(seen * gradient.detach() if seen is not None and gradient.numel() == 1 else None)
+                self.state.ledger.look([p for r in self._known if (p := r()) is not None], listen=False)
+        self._going_through.append(seen * gradient.detach().reshape(()) if seen is not None and gradient.numel() == 1 else None)
         return len(self._going_through) == 1
 
     def _backward_ended(self) -> None:

@@ -107,7 +107,7 @@ class Ledger:
         self._armed: dict[int, tuple[ref[Tensor], Any]] = {}  # with the handles of their hooks, which are taken away with the ledger
         finalize(self, _take_away, self._armed)
         self._sums: dict[int, tuple[ref[Tensor], int]] = {}  # accumulations since the last loss was scaled
-        self._compared: Sequence[Tensor] | None = None  # parameters that nobody listens to: their gradients are compared with how they were
+        self._compared: list[ref[Tensor]] | None = None  # parameters that nobody listens to: their gradients are compared with how they were
         self._strange: dict[int, tuple[ref[Tensor], int]] = {}  # gradients of these, with their versions, that no backward pass has left
         self._losses: dict[int, Tensor] = {}
         self.turn = 0
@@ -126,7 +126,7 @@ class Ledger:
         self.turn += 1
         self._sums.clear()
         self._strange.clear()
-        self._compared = None if listen else owners
+        self._compared = None if listen else [ref(p) for p in owners]
         changed = []
         known = self._left
         for p in owners:
@@ -195,11 +195,12 @@ class Ledger:
                 before = self._left.get(i)
                 yield p, g, before is not None and before.is_of(p) and before.version + times == g._version
 
-    def _moved(self, owners: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    def _moved(self, owners: Sequence[ref[Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Parameters whose gradients are not as they were, with these, and whether they are the same tensors."""
-        for p in owners:
-            g = p.grad
-            if g is None:
+        for owner in owners:
+            p = owner()
+            g = p.grad if p is not None else None
+            if p is None or g is None:
                 continue
             before = self._left.get(id(p))
             if before is None:

@@ -171,3 +171,23 @@ def test_columns_of_mixed_magnitude_keep_their_mean(signed: bool) -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ConfigError, match="fp32 tensors"):
         encode(torch.ones(3, dtype=torch.bfloat16), True)
+
+
+@SIGNED
+@pytest.mark.parametrize("scale", [1.0, 0.7, 3e-5, 1e-30])
+def test_numbers_beside_a_level_stay_beside_it_whatever_the_noise(signed: bool, scale: float) -> None:
+    """The level below is found by a root, which rounds: one too low takes numbers a few ulps above a level down to it, and no farther."""
+    codes = all_codes(signed)[-120:]
+    scales = torch.tensor([scale])
+    level = decode(codes, scales, signed, codes.shape)[:-1]
+    top = torch.tensor([scale])
+    for ulps in (-3, -2, -1, 1, 2, 3):
+        x = torch.cat([(level.view(torch.int32) + ulps).view(torch.float32), top])
+        for noise in (0, 1, 0x7FFF, 0xFFFE, 0xFFFF):
+            got, scales_again = encode(x, signed, torch.full((x.numel(),), noise, dtype=torch.int32))
+            off = got[:-1].int() - codes[:-1].int()
+            assert torch.equal(scales_again, scales)
+            assert int(got[-1]) == int(codes[-1])
+            assert set(off.tolist()) <= ({-1, 0} if ulps < 0 else {0, 1})
+            rarely = (off != 0).sum() if 0 < noise < 0xFFFF else torch.tensor(0)
+            assert int(rarely) == 0, "three ulps are less than 2^-16 of the distance of levels, but for the noise at either end"

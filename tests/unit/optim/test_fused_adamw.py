@@ -1,68 +1,18 @@
 """FusedAdamW is torch's fused AdamW bit for bit, whatever is done with it, and clips and unscales in its own pass."""
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fused_cases import GROUPS, counts, equal, fill, same, torchs, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import ConfigError
 from halfstep.numerics import clip_factor
 from halfstep.optim import FusedAdamW
-
-SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (7,), (33, 3), (0,), (), (2, 3, 4))
-
-
-def torchs(params: Any, **settings: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, fused=True, **settings)
-
-
-def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    made = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=made, dtype=torch.float64).to(dtype)) for shape in SHAPES]
-
-
-def fill(params: list[nn.Parameter], seed: int, left_out: tuple[int, ...] = (), size: float = 1.0) -> None:
-    made = torch.Generator().manual_seed(1000 + seed)
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=made, dtype=torch.float64).to(p.dtype) * size
-        p.grad = None if i in left_out else grad
-
-
-def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def counts(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[float | None]:
-    return [float(optimizer.state[p]["step"]) if "step" in optimizer.state.get(p, {}) else None for p in params]
-
-
-def same(ours: torch.optim.Optimizer, a: list[nn.Parameter], theirs: torch.optim.Optimizer, b: list[nn.Parameter]) -> None:
-    """Weights, both moments and the number of steps are the same bits."""
-    assert equal(a, b)
-    assert counts(ours, a) == counts(theirs, b)
-    for p, q in zip(a, b, strict=True):
-        for key in ("exp_avg", "exp_avg_sq") if "step" in theirs.state.get(q, {}) else ():
-            assert torch.equal(ours.state[p][key], theirs.state[q][key]), key
-
-
-GROUPS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
-    "one": lambda p: p,
-    "other settings": lambda p: [
-        {"params": p[:2], "lr": 0.3},
-        {"params": p[2:4], "weight_decay": 0.0, "betas": (0.5, 0.7)},
-        {"params": p[4:], "eps": 1e-3, "maximize": True},
-    ],
-    "equal settings": lambda p: [{"params": p[:1]}, {"params": p[1:5], "lr": 0.05}, {"params": p[5:]}],
-    "named": lambda p: [(f"w{i}", x) for i, x in enumerate(p)],
-    "a group of none": lambda p: [{"params": p[:3]}, {"params": [], "lr": 0.9}, {"params": p[3:], "lr": 0.2}],
-}
 
 
 @pytest.mark.parametrize("settings", [{}, {"maximize": True, "weight_decay": 0.3}, {"betas": (0.0, 0.5), "eps": 1e-3}], ids=str)
@@ -130,94 +80,6 @@ def test_a_learning_rate_that_is_a_tensor_is_read_at_each_step() -> None:
             optimizer.step()
             rate.mul_(0.5)
     assert equal(a, b)
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
-def test_a_copy_goes_on_like_the_original(way: str) -> None:
-    a = weights()
-    ours = FusedAdamW([{"params": a[:3]}, {"params": a[3:], "lr": 0.2}])
-    for i, out in enumerate([(), (1, 4), ()]):
-        fill(a, i, left_out=out)
-        ours.step()
-    if way == "deepcopy":
-        copied, twin = copy.deepcopy((ours, a))
-    elif way == "pickle":
-        copied, twin = pickle.loads(pickle.dumps((ours, a)))  # noqa: S301  our own bytes
-    else:
-        twin = [nn.Parameter(p.detach().clone()) for p in a]
-        copied = FusedAdamW([{"params": twin[:3]}, {"params": twin[3:]}])
-        copied.load_state_dict(through_a_file(ours.state_dict()))
-    for i in range(3):
-        for params, optimizer in ((a, ours), (twin, copied)):
-            fill(params, 10 + i, left_out=(i,))
-            optimizer.step()
-        same(ours, a, copied, twin)
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-@pytest.mark.parametrize("through", [copy.deepcopy, through_a_file, lambda state: state], ids=["copied", "saved", "as it is"])
-def test_its_state_goes_to_torchs_adamw_and_every_step_counts_once(through: Callable[[Any], Any], kind: dict[str, Any]) -> None:
-    a = weights()
-    ours = FusedAdamW(a, lr=0.1)
-    for i in range(3):
-        fill(a, i)
-        ours.step()
-    b = [nn.Parameter(p.detach().clone()) for p in a]
-    theirs = torch.optim.AdamW(b, lr=0.1, **kind)
-    state = through(ours.state_dict())
-    theirs.load_state_dict({**state, "param_groups": [{**group, "fused": None, **kind} for group in state["param_groups"]]})
-    for i in range(2):
-        fill(b, 10 + i)
-        theirs.step()
-    assert counts(theirs, b) == [5.0] * len(b)
-
-
-@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_the_state_of_torchs_adamw_is_gone_on_with(kind: dict[str, Any]) -> None:
-    a = weights()
-    theirs = torch.optim.AdamW(a, lr=0.1, **kind)
-    for i, out in enumerate([(), (2,), ()]):
-        fill(a, i, left_out=out)
-        theirs.step()
-    b, c = [nn.Parameter(p.detach().clone()) for p in a], [nn.Parameter(p.detach().clone()) for p in a]
-    ours, reference = FusedAdamW(b, lr=0.7), torchs(c, lr=0.7)
-    state = copy.deepcopy(theirs.state_dict())
-    state["param_groups"][0] |= {"fused": True, "foreach": None}
-    ours.load_state_dict(copy.deepcopy(state))
-    reference.load_state_dict(copy.deepcopy(state))
-    for i in range(3):
-        for params, optimizer in ((b, ours), (c, reference)):
-            fill(params, 10 + i, left_out=(i,))
-            optimizer.step()
-        same(ours, b, reference, c)
-
-
-def test_amsgrad_is_not_left_out_in_silence() -> None:
-    a = weights()
-    theirs = torchs(a, amsgrad=True)
-    fill(a, 0)
-    theirs.step()
-    b, c = [nn.Parameter(p.detach().clone()) for p in a], [nn.Parameter(p.detach().clone()) for p in a]
-    ours, reference = FusedAdamW(b), torchs(c)
-    reference.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    try:
-        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-        for i in range(3):
-            for params, optimizer in ((b, ours), (c, reference)):
-                fill(params, 5 + i, size=1.0 / (i + 1))
-                optimizer.step()
-    except (CheckpointError, ConfigError) as error:
-        assert "amsgrad" in str(error)
-        assert error.remedy
-    else:
-        assert equal(b, c)
 
 
 def test_groups_that_are_added_in_mid_run_begin_at_step_one() -> None:

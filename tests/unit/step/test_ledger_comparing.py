@@ -1,6 +1,8 @@
 """Where nothing is scaled nobody listens to gradients: they are compared with how they were, and everything is told as if somebody had listened."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,7 +127,7 @@ def as_listened(sequence: list[tuple[str, str]], seed: int) -> bool:
     return told == now_told and all(torch.equal(v, w) for v, w in zip(weights, now, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_sequences_are_told_as_if_somebody_had_listened(seed: int) -> None:
     chosen = random.Random(seed)
     for _ in range(3):
@@ -134,15 +136,15 @@ def test_random_sequences_are_told_as_if_somebody_had_listened(seed: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", range(100, 110))
 def test_many_random_sequences_are_told_as_if_somebody_had_listened(seed: int) -> None:
     chosen = random.Random(seed)
-    for _ in range(40):
+    for _ in range(20):
         sequence = chosen.choices(LOOSE, k=chosen.randint(6, 40))
         assert as_listened(sequence, seed), sequence
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_steps_of_one_loop_are_told_as_if_somebody_had_listened(seed: int) -> None:
     """Whole steps: micro-batches, then an optimizer or both, cleared one way or the other."""
     chosen = random.Random(seed)
@@ -212,3 +214,20 @@ def test_losses_of_an_accumulated_step_are_added_up() -> None:
         result = optimizer.step()
         optimizer.zero_grad(set_to_none=bool(i % 2))
         assert result.loss == pytest.approx(sum(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_weights_are_let_go(enabled: bool) -> None:
+    """A scaler that outlives its model keeps none of its parameters."""
+    scaler, model = GradScaler(enabled=enabled, init_scale=8.0), nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler.watch(model)
+    for _ in range(3):
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None

@@ -95,15 +95,20 @@ def by_hand(batches: list[dict[str, torch.Tensor]], precision: str, window: int,
     return model, losses, norms
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-6), ("bf16-mixed,ops=device,products=native", 1e-6), ("bf16-mixed", 3e-2)])
-def test_thirty_steps_are_those_of_the_loop(precision: str, within: float, window: int, max_norm: float, tmp_path: Path) -> None:
+NATIVE = "bf16-mixed,ops=device,products=native"
+QUICK = [("fp32", 1, 0.0), ("fp32", 1, 0.3), ("fp32", 3, 1.0), (NATIVE, 1, 0.0), (NATIVE, 3, 0.3), ("bf16-mixed", 1, 0.3)]
+WHOLE = [(precision, window, norm) for precision in ("fp32", NATIVE, "bf16-mixed") for window in (1, 3) for norm in (0.0, 0.3, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "window", "max_norm"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE if case not in QUICK)]
+)
+def test_thirty_steps_are_those_of_the_loop(precision: str, window: int, max_norm: float, tmp_path: Path) -> None:
     """The default bf16 rounds in other places than torch on a CPU, so that only the sizes are compared there.
 
     Where torch's own list is followed all is the same without a clip; with one, an ulp of it moves some weights to the next number of bf16.
     """
-    within = 2e-3 if "ops=device" in precision and max_norm > 0 else within
+    within = 3e-2 if precision == "bf16-mixed" else 2e-3 if precision == NATIVE and max_norm > 0 else 1e-6
     model, told = Seen(), Remembers()
     run = Trainer(model, settings(tmp_path / "run", precision, window, max_norm), train_dataset=samples(STEPS * 3 * BATCH), callbacks=[told])
     run.train()
