@@ -87,8 +87,8 @@ def refuse_state(loaded: Loaded, parts: Mapping[str, Any], policy: Policy) -> No
     if saved != str(policy):
         raise CheckpointError(
             f"{where} was made under precision {saved}, and this run has {policy}",
-            f"Resume with precision={saved!r} (precision='auto' chooses another here); to change it, begin a new run from the weights "
-            "in model.safetensors.",
+            f"Resume with the same precision, {saved} (precision='auto' chooses another here); to change it, start a new run from the weights in "
+            "model.safetensors.",
         )
     own = {"scaler", "random", "masters", "watch"}
     if missing := ", ".join(sorted(own - {"masters", "watch"} - set(loaded.parts))):
