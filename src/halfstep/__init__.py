@@ -5,6 +5,7 @@ The public names; each is imported when it is first used, so `import halfstep` c
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,13 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         hint = f"; it is halfstep.amp.{name}" if name in ("autocast", "GradScaler") else ""
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}{hint}")
-    home = _WHERE[name]
-    value = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"halfstep.{name}")
+    home, collects = _WHERE[name], gc.isenabled()
+    gc.disable()  # modules make no garbage, and to look for some among all of torch's objects takes longer than to import them
+    try:
+        value = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"halfstep.{name}")
+    finally:
+        if collects:
+            gc.enable()
     globals()[name] = value
     return value
 

@@ -9,6 +9,8 @@ second moment forgets so slowly that chance takes it far down among them, and Ad
 those of fp32 where gradients of one block differ by 1:10^4. From level 6 on they stay below 4 times; smaller elements make smaller
 updates instead. Blockwise states: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
 
+The level below a number is found by its root, times the number of levels over the root of the scale: no division per element, and AdamW has
+taken the second moment's root already. Up or down is then decided between the values of two levels, so that what a level holds stays.
 Every operation is one fp32 operation in the order written here, none fused, so that a compiled twin gives equal bits.
 """
 

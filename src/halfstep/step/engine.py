@@ -134,9 +134,8 @@ class StepEngine:
         known = state.everybody()
         if state.scaling.active:
             state.ledger.look(known)
-        else:  # when the backward pass begins; inputs are the user's
-            owned = {id(p) for p in state.owned()}
-            self._known = [ref(p) for p in known if id(p) in owned or isinstance(p, nn.Parameter)]
+        else:  # looked at when the backward pass begins
+            self._known = [ref(p) for p in known]
         narrow.before_a_backward_pass(state, known)
         state.buffers.found(reached.statistics)
         self._choose_scale(loss, reached)
