@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import statistics
 import subprocess
 import sys
 
@@ -91,7 +92,7 @@ def test_import_loads_nothing_heavy():
 
 
 def test_import_costs_little_more_than_torch():
-    """At most 0.15 s of own time above `import torch`, measured inside one process after torch is there: the least of seven, bytecode kept."""
+    """At most 0.15 s of own time above `import torch`, measured inside one process after torch is there: the median of five, bytecode kept."""
     kept = {"PYTHONDONTWRITEBYTECODE": ""}
     code = "import time, torch; t = time.process_time(); import halfstep; from halfstep import Accelerator; print(time.process_time() - t)"
-    assert min(float(child(code, **kept)) for _ in range(7)) <= 0.15
+    assert statistics.median(float(child(code, **kept)) for _ in range(5)) <= 0.15

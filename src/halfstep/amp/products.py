@@ -78,20 +78,12 @@ class _Weighted(torch.autograd.Function):
         return found_x, found_w, None if found_b is None else found_b.to(ctx.form), None
 
 
-class _Batched(torch.autograd.Function):
-    """y[i, n, m] = round(beta * c + alpha * a[i, n, k] @ b[i, k, m])."""
-
-    generate_vmap_rule = True
+class _Batched(_Affine):
+    """y[i, n, m] = round(beta * c + alpha * a[i, n, k] @ b[i, k, m]). Saves what `_Affine` saves."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, c: Tensor | None, beta: Scalar, alpha: Scalar) -> Tensor:
         return exactly(pieces.batched, a, b, c, beta, alpha)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        a, b, c, ctx.beta, ctx.alpha = inputs
-        ctx.shape = None if c is None else tuple(c.shape)
-        ctx.save_for_backward(a, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:

@@ -11,16 +11,20 @@ $XDG_CACHE_HOME/halfstep (~/.cache/halfstep): a machine that was measured gives 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfstep.hardware.probe import probe
-from halfstep.hardware.race import Race, bandwidth, gpu_products, products
 from halfstep.hardware.remembered import Memory, Stored
+
+if TYPE_CHECKING:
+    from halfstep.hardware.race import Race  # imported when something is measured, which it seldom is
 
 FAMILIES = ("matmul", "convolution", "attention")
 HALF = ("bf16", "fp16")
@@ -101,13 +105,19 @@ class Rates:
         return {"rates": rows, "bandwidth": self.bandwidth, "measured_now": self.fresh}
 
 
+def _measured(format: str) -> dict[str, Race]:
+    from halfstep.hardware.race import products
+
+    return products(format)
+
+
 class Book:
     """The rates of the CPU, each measured when it is first asked for and then remembered: in this process, and in a file for others.
 
     folder: where the file is; None for the user's cache. measure: one format to the race of each family.
     """
 
-    def __init__(self, folder: Path | None = None, measure: Callable[[str], dict[str, Race]] = products) -> None:
+    def __init__(self, folder: Path | None = None, measure: Callable[[str], dict[str, Race]] = _measured) -> None:
         self._folder, self._measure = folder, measure
         self._known: dict[str, tuple[Rate, ...]] = {}
         self._families: dict[str, tuple[str, ...]] = {}
@@ -147,6 +157,8 @@ class Book:
             memory = self._remembered()
             found = memory.read().get(key, [])
             if not _valid(found, 1):
+                from halfstep.hardware.race import bandwidth
+
                 found = [bandwidth()]
                 self._fresh.add(key)
                 memory.add({key: found})
@@ -155,7 +167,10 @@ class Book:
     def _remembered(self) -> Memory:
         if self._memory is None:
             facts = probe("cpu")
-            key = {"cpu": facts.name, "level": facts.level, "native": list(facts.native), "torch": torch.__version__, "route": ROUTE}
+            # oneDNN has the 16-bit kernels: with fewer instructions, or switched off, it is another machine
+            kernels = [os.environ.get("ONEDNN_MAX_CPU_ISA", ""), bool(torch._C._get_mkldnn_enabled())]
+            about = {"cpu": facts.name, "level": facts.level, "native": list(facts.native), "torch": torch.__version__}
+            key = {**about, "onednn": kernels, "route": ROUTE}
             self._memory = Memory(key, self._folder)
         return self._memory
 
@@ -191,6 +206,8 @@ def measured_rates(device: str | torch.device | None = None, formats: Sequence[s
     facts = probe(device)
     if facts.kind == "cpu":
         return _book.rates(formats)
+    from halfstep.hardware.race import gpu_products
+
     known = ("fp32", *(("tf32",) if facts.is_native("tf32") else ()), *formats)
     found, copied = gpu_products(torch.device(facts.device), known)
     return Rates(facts.device, tuple(Rate("matmul", format, found["fp32"], rate) for format, rate in found.items()), copied, True)

@@ -42,7 +42,7 @@ def encode(x: Tensor, signed: bool, bits: Tensor | None = None) -> tuple[Tensor,
         raise ConfigError(f"encode takes fp32 tensors, and this one is {x.dtype}", "Convert it with .float() first.")
     flat, noise = x.detach().reshape(-1), None if bits is None else bits.reshape(-1)
     codes = torch.empty(flat.numel(), dtype=torch.int8 if signed else torch.uint8, device=x.device)
-    scales = torch.empty(-(-flat.numel() // BLOCK), device=x.device)
+    scales = torch.empty(-(-flat.numel() // BLOCK), device=x.device, dtype=torch.float32)
     for part in ranges(flat.numel(), x.device):
         codes[part], scales[_scales_of(part)] = _encode(flat[part], signed, None if noise is None else noise[part])
     return codes, scales
@@ -50,7 +50,7 @@ def encode(x: Tensor, signed: bool, bits: Tensor | None = None) -> tuple[Tensor,
 
 def decode(codes: Tensor, scales: Tensor, signed: bool, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """The fp32 values of `codes` [numel] and `scales` [ceil(numel / 128)] in `shape`, a new tensor."""
-    values = torch.empty(codes.numel(), device=codes.device)
+    values = torch.empty(codes.numel(), device=codes.device, dtype=torch.float32)
     for part in ranges(codes.numel(), codes.device):
         values[part] = _decode(codes[part], scales[_scales_of(part)], signed)
     return values.reshape(shape)

@@ -28,7 +28,7 @@ def norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         sums = torch.float32 if group[0].dtype in (torch.float16, torch.bfloat16) else None  # fp32 and fp64 add up in themselves
         found |= zip(places, torch._foreach_norm(group, 2.0, sums), strict=True)
     if not found:
-        return torch.zeros(0, device=device)
+        return torch.zeros(0, device=device, dtype=torch.float32)
     return torch.stack([found[i].to(device, torch.float32) for i in range(len(tensors))])
 
 
@@ -55,7 +55,7 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         if t.numel():
             low, high = torch.aminmax(t)  # one pass and no copy, where abs().amax() takes eight times as long on a CPU
             parts.append(torch.maximum(-low, high).to(device, torch.float32))
-    return torch.stack(parts).amax() if parts else torch.zeros((), device=device)
+    return torch.stack(parts).amax() if parts else torch.zeros((), device=device, dtype=torch.float32)
 
 
 SAMPLED = 4096  # elements looked at per tensor
@@ -66,7 +66,7 @@ def subnormal_share(tensors: Sequence[Tensor], smallest_normal: float, device: t
 
     Estimated from at most 4096 elements of each tensor, evenly spaced, so that it costs little and is the same each time.
     """
-    small, present = torch.zeros((), device=device), torch.zeros((), device=device)
+    small, present = (torch.zeros((), device=device, dtype=torch.float32) for _ in range(2))
     for places in _by_kind(tensors):
         flat = [tensors[i].detach().reshape(-1) for i in places]
         sample = torch.cat([t[:: max(1, t.numel() // SAMPLED)] for t in flat]).abs()

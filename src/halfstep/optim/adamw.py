@@ -91,7 +91,7 @@ class AdamW(MasteredOptimizer):
             )
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            state["step"] = torch.tensor(float(state["step"]))  # others save a number, or an integer tensor
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)  # others save a number, or an integer tensor
 
     def _state(self, p: Tensor, number: int) -> dict[str, Any]:
         """The states of a parameter, made at its first step."""

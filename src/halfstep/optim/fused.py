@@ -80,6 +80,10 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
                 grads: list[Any] = [p.grad for p in held]
                 lists = [held, grads, [s["exp_avg"] for s in own], [s["exp_avg_sq"] for s in own], [s["step"] for s in own]]
                 for p, g, first, second, at in _by_dtype(lists):
+                    if factor != 1.0 and p[0].dtype == torch.float64:  # the kernel divides by an fp32 number
+                        torch._foreach_mul_(g, factor)
+                        torch._fused_adamw_(p, g, first, second, [], at, amsgrad=False, found_inf=bad, **settings)
+                        continue
                     torch._fused_adamw_(p, g, first, second, [], at, amsgrad=False, grad_scale=divisor, found_inf=bad, **settings)
             for count in counts if bad is not None else ():
                 count.sub_(bad)
@@ -131,6 +135,10 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
         if any(group.get("amsgrad") for group in state_dict.get("param_groups", ())):
             raise CheckpointError("the state is of an AdamW with amsgrad=True, and FusedAdamW has no such rule", AMSGRAD)
         super().load_state_dict(state_dict)
+        shared: dict[float, Tensor] = {}
+        for own in self.state.values():
+            if isinstance(own.get("step"), Tensor):
+                own["step"] = shared.setdefault(float(own["step"]), own["step"])
 
     def _part(self, members: list[Tensor]) -> None:
         """Those that sit this step out keep their number of steps: a tensor of their own from now on."""

@@ -28,7 +28,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     refuse_norm(max_norm)
     known = {id(p): p for p in chosen}
     if all(p.grad is None for p in known.values()):
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     owners = _owners(state, known)
     for owner in owners:
         make_unscaled(state, owner)
@@ -36,7 +36,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     unfit = [(o, r.verdict) for o, r in zip(owners, records, strict=True) if r.verdict is not None and not r.verdict.fit]
     refused = {id(p) for o, _ in unfit for p in parameters(o)} - {id(p) for o in owners if o not in [u for u, _ in unfit] for p in parameters(o)}
     used = [p for i, p in known.items() if i not in refused and p.grad is not None]
-    total = _clip_fit(state, owners, records, used, max_norm, norm_type) if used else torch.zeros(())
+    total = _clip_fit(state, owners, records, used, max_norm, norm_type) if used else torch.zeros((), dtype=torch.float32)
     for owner, _ in unfit:
         if isinstance(owner, Loose):
             owner.clip = (max_norm, norm_type)
@@ -44,7 +44,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     if not any(bool(numerics.stored(g).any()) for g in spoilt):  # cleared since
         return total
     sizes = [verdict.norm for _, verdict in unfit]
-    return torch.tensor(next((n for n in sizes if math.isnan(n)), max(sizes)), device=spoilt[0].device)
+    return torch.tensor(next((n for n in sizes if math.isnan(n)), max(sizes)), device=spoilt[0].device, dtype=torch.float32)
 
 
 def clip_to(norm: float, max_norm: float) -> float:
@@ -128,7 +128,7 @@ def _clip_fit(state: StepState, owners: list[Any], records: list[Record], used: 
 def _clip_by_norm(grads: list[Tensor], max_norm: float, measured: float | None) -> tuple[Tensor, float]:
     """The norm, as a tensor and as a number."""
     device, values = grads[0].device, [numerics.stored(g) for g in grads]
-    total = torch.full((), measured, device=device) if measured is not None else numerics.norm(values, device)
+    total = torch.full((), measured, device=device, dtype=torch.float32) if measured is not None else numerics.norm(values, device)
     number = measured if measured is not None else float(total)
     if not math.isfinite(number):  # no gradient is bad: only the squares overflowed
         total = numerics.wide_norm(values, device).float()

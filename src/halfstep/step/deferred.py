@@ -82,7 +82,7 @@ def divides_itself(optimizer: Optimizer) -> bool:
 
 def step_on_device(optimizer: Optimizer, bad: Tensor, scale: float | Tensor) -> None:
     """Call the fused optimizer's step; it divides the gradients by `scale` and does nothing where `bad` is 1."""
-    divisor = scale if isinstance(scale, Tensor) else None if scale == 1.0 else torch.full((), scale, device=bad.device)
+    divisor = scale if isinstance(scale, Tensor) else None if scale == 1.0 else torch.full((), scale, device=bad.device, dtype=torch.float32)
     optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own protocol with its GradScaler
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     try:

@@ -35,7 +35,8 @@ from halfstep.step.state import OnOverflow, StepState
 from halfstep.step.verdict import Agree, Verdict
 
 NOT_LOOKED_AT = Reached((), ())
-LOOK_EVERY = 16  # losses of which one is looked at in any case: a batch norm that nobody has shown may join
+LOOK_EVERY = 16  # losses of which one is looked at in any case
+GRAPHS = 64  # sizes of graphs that are remembered as looked at
 
 
 class StepEngine:
@@ -59,6 +60,8 @@ class StepEngine:
         self._update_due = False  # update() was called while a verdict was on its way
         self._task = -1  # the number that autograd gives to the backward pass at hand
         self._known: list[ref[Tensor]] = []  # all parameters, when the last loss came, where nothing is scaled
+        self._last: int | None = None  # autograd's number of the last operation of the last loss
+        self._sizes: set[int] = set()  # how many operations lay between two losses, where the graph of the second was looked at
         self._reaches: list[int] | None = None  # ids of the parameters of all optimizers, when a graph was looked at that reaches no others
         self._going_through: list[Tensor | None] = []  # losses that the backward pass at hand has come through
 
@@ -157,17 +160,30 @@ class StepEngine:
         return loss
 
     def _reached(self, loss: Tensor) -> Reached:
-        """What a loss reaches. Nobody looks where nothing is scaled, modules are known, and optimizers have all that was reached so far."""
+        """What a loss reaches. Nobody looks where nothing is scaled, modules are known, and optimizers have all that was reached so far.
+
+        A graph of another size than those that were looked at is looked at: a batch norm that nobody has shown may have joined.
+        """
         state = self.state
         if state.scaling.active or not state.buffers.has_modules:
             return state.watch.look(loss)
-        own = [id(p) for p in state.owned()]
-        state.unseen = own == self._reaches and state.losses % LOOK_EVERY != 0
-        if not state.unseen:
-            reached = state.watch.look(loss)
-            self._reaches = own if own and {id(p) for p in state.watch.leaves()} <= set(own) else None
-            return reached
-        return NOT_LOOKED_AT
+        own, size = [id(p) for p in state.owned()], self._operations(loss)
+        if own != self._reaches:
+            self._sizes.clear()
+        state.unseen = own == self._reaches and size in self._sizes and state.losses % LOOK_EVERY != 0
+        if state.unseen:
+            return NOT_LOOKED_AT
+        reached = state.watch.look(loss)
+        self._reaches = own if own and {id(p) for p in state.watch.leaves()} <= set(own) else None
+        if size is not None and len(self._sizes) < GRAPHS:
+            self._sizes.add(size)
+        return reached
+
+    def _operations(self, loss: Tensor) -> int | None:
+        """How many differentiable operations this thread has done since the last loss, by autograd's own count; None where it does not tell."""
+        number = getattr(loss.grad_fn, "_sequence_nr", None)
+        before, self._last = self._last, number() if number is not None else None
+        return None if before is None or self._last is None else self._last - before
 
     def _choose_scale(self, loss: Tensor, reached: Reached) -> None:
         """The scale of this loss: that of the gradients at hand, if there are any, unless the step calibrates and it must be lower."""

@@ -64,7 +64,9 @@ def take(
             return _take_on_device(state, optimizer, record, 1.0, before)
         if verdict is not None and verdict.fit:
             if fused:
-                _divide_and_step(state, optimizer, record, torch.zeros((), device=gradients(optimizer)[0].device), state.scale_at_hand)
+                _divide_and_step(
+                    state, optimizer, record, torch.zeros((), device=gradients(optimizer)[0].device, dtype=torch.float32), state.scale_at_hand
+                )
             else:
                 with state.taking_a_step():
                     optimizer.step()

@@ -101,10 +101,10 @@ def gather(
         peaks = largest_of_each(values, device) if sense or watch else None
         norms = numerics.norms(values, device)
         norm = torch.linalg.vector_norm(norms)
-    seen = torch.zeros((), device=device) if loss is None else loss.detach().to(device, torch.float32)
+    seen = torch.zeros((), device=device, dtype=torch.float32) if loss is None else loss.detach().to(device, torch.float32)
     overflow = ~(norm <= LARGEST_GRADIENT * scale)
     badness = torch.where(torch.isfinite(seen), overflow.float() * OVERFLOW, BAD_LOSS)
-    nothing = torch.zeros((), device=device)
+    nothing = torch.zeros((), device=device, dtype=torch.float32)
     peak = nothing if not sense or peaks is None else peaks.amax()
     narrow = sense or (watch and (scale != 1.0 or any(v.dtype == torch.float16 for v in values)))
     share = numerics.subnormal_share(values, FP16_NORMAL, device) if narrow else nothing
@@ -124,7 +124,7 @@ def largest_of_each(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     elsewhere: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         if not t.numel():
-            parts[i] = torch.zeros((), device=device)
+            parts[i] = torch.zeros((), device=device, dtype=torch.float32)
         elif t.device.type == "cpu":
             low, high = torch.aminmax(t)
             parts[i] = torch.maximum(-low, high)

@@ -223,8 +223,8 @@ class Watching:
         for owner, one in zip(owners, saved["optimizers"], strict=True):
             kept = self._of(owner)
             kept.gradients = None if one["gradients"] is None else _measured(one["gradients"])
-            kept.share = None if one["share"] is None else torch.tensor(one["share"])
-            kept.moved = None if one["moved"] is None else torch.tensor(one["moved"])
+            kept.share = None if one["share"] is None else torch.tensor(one["share"], dtype=torch.float32)
+            kept.moved = None if one["moved"] is None else torch.tensor(one["moved"], dtype=torch.float32)
         self._numbered, self._earlier = [], tuple(map(_measured, saved["modules"]))
 
     def _of(self, owner: Any) -> _Kept:
@@ -251,7 +251,9 @@ def _plain(m: Magnitudes | None) -> dict[str, Any] | None:
 
 
 def _measured(saved: Mapping[str, Any]) -> Magnitudes:
-    return Magnitudes(tuple(saved["names"]), torch.tensor(saved["values"]), tuple(saved["limits"]), saved["scale"], saved["step"])
+    return Magnitudes(
+        tuple(saved["names"]), torch.tensor(saved["values"], dtype=torch.float32), tuple(saved["limits"]), saved["scale"], saved["step"]
+    )
 
 
 def _number(t: Tensor | None) -> Any:
