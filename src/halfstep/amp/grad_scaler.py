@@ -159,7 +159,7 @@ class GradScaler:
         """Unscale if that was not done, then call `optimizer.step()` if the gradients and the loss are fit to be used.
 
         max_norm: clip the gradients to this norm on the way. With a halfstep optimizer it costs no pass of its own, and `p.grad` stays as the
-        backward pass left it, scaled and not clipped.
+        backward pass left it, scaled and not clipped (`FusedAdamW` and, on a GPU, torch's fused optimizers leave it unscaled and clipped).
         stalled: measure the share of updates that rounded away (`StepResult.stalled`; a copy of the weights while the step runs).
         closure: for optimizers that evaluate the loss themselves (LBFGS, SAM-like); it calls `scale(loss).backward()`. Each of its
         evaluations is unscaled and judged; a bad one ends the step and puts weights and states back (memory: a copy of both).

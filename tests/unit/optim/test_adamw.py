@@ -368,3 +368,16 @@ def test_a_step_count_of_any_kind_is_loaded(count: Any) -> None:
     p.grad = torch.ones(4)
     optimizer.step()
     assert float(optimizer.state[p]["step"]) == 4
+
+
+def test_a_gradient_that_is_read_with_its_sign_turned() -> None:
+    values, g = torch.linspace(-1, 1, 300), torch.linspace(-2, 3, 300)
+    found = []
+    for turned in (True, False):
+        p = nn.Parameter(values.clone())
+        optimizer = AdamW([p], lr=0.1)
+        for _ in range(4):  # the long way, then repeated
+            p.grad = torch._neg_view(-g) if turned else g.clone()
+            optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
