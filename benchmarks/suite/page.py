@@ -14,8 +14,9 @@ This page is made from `benchmarks/results/cpu.json`; `make bench` measures all 
 one ratio between two contenders; the median over the rounds stands here with its quartiles. A Trainer runs its own loop, left and entered
 again at the end of every step. A/A is a second instance of ours against the first: a row counts when it is within 5 % of 1. Memory and
 start-up rows take a fresh process each time. "Floor" is what no implementation in fp32 arithmetic gets below: the operations of the products at
-the rate of a large fp32 product, then the bytes of the optimizer's step at the bandwidth of a large copy (the bytes alone where there are no
-products), both rates measured in the row's process. Peers are those at the same precision; a reference stands there for orientation.
+the rate of a large fp32 product, then the bytes of the optimizer's step at the bandwidth of a large change in place (the bytes alone where there
+are no products), both rates at their best in the row's process. A peer so slow that there is time for one step of it is known by that, its first, not warmed up
+("1 round"): an indication, not a measurement. Peers are those at the same precision; a reference stands there for orientation.
 """
 FEW = 5  # fewer rounds than this are marked
 
@@ -77,7 +78,7 @@ def machines(rows: Sequence[dict[str, Any]]) -> str:
     lines = [text if len(groups) == 1 else f"- {', '.join(names)}: {text}" for text, names in groups.items()]
     bandwidths, products = ([r["rates"][k] / 1e9 for r in rows] for k in ("bandwidth", "products"))
     lines.append(
-        f"Over the rows: copy {span(bandwidths)} GB/s, fp32 product {span(products)} GFLOP/s, load before a row {span([r['load'] for r in rows])}."
+        f"Over the rows: memory {span(bandwidths)} GB/s, fp32 product {span(products)} GFLOP/s, load before a row {span([r['load'] for r in rows])}."
     )
     return "\n".join(lines) if len(groups) > 1 else "\n\n".join(lines)
 
