@@ -15,8 +15,9 @@ one ratio between two contenders; the median over the rounds stands here with it
 again at the end of every step. A/A is a second instance of ours against the first: a row counts when it is within 5 % of 1. Memory and
 start-up rows take a fresh process each time. "Floor" is what no implementation in fp32 arithmetic gets below: the operations of the products at
 the rate of a large fp32 product, then the bytes of the optimizer's step at the bandwidth of a large change in place (the bytes alone where there
-are no products), both rates at their best in the row's process. A peer so slow that there is time for one step of it is known by that, its first, not warmed up
-("1 round"): an indication, not a measurement. Peers are those at the same precision; a reference stands there for orientation.
+are no products), both rates at their best in the row's process. A peer so slow that there is time for one step of it is known by that,
+its first, not warmed up ("1 round"): an indication, not a measurement. Peers are those at the same precision; a reference stands there
+for orientation.
 """
 FEW = 5  # fewer rounds than this are marked
 
