@@ -17,7 +17,10 @@ PACKAGES = ("halfstep", "torch", "numpy", "numba", "transformers", "accelerate",
 
 @dataclass(frozen=True)
 class Rates:
-    """bandwidth: bytes read and written per second where a large tensor is changed in place. products: fp32 operations per second of a large product."""
+    """bandwidth: bytes read and written per second where a large tensor is changed in place.
+
+    products: fp32 operations per second of a large product.
+    """
 
     bandwidth: float
     products: float
