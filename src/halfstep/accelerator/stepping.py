@@ -1,0 +1,117 @@
+"""Backward passes, accumulation windows, clipping and optimizer steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.accelerator import replay
+from halfstep.accelerator.core import Core
+from halfstep.accelerator.facts import refuse_changed
+from halfstep.accelerator.prepared import PreparedOptimizer
+from halfstep.amp import backward_context, forward_context
+from halfstep.step import StepResult
+
+
+class Stepping(Core):
+    """What an accelerator does in the loop."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The block in which prepared models run; for a loss that should run in 16 bits too."""
+        return forward_context(self.policy, self.device, self._products)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Divide `loss` by the micro-batches of its window, scale it as the policy says, and run the backward pass.
+
+        A window has gradient_accumulation_steps of them; the last one before a loader ends may have fewer, and its
+        gradients are then the mean over those.
+        """
+        window, self._held, self._opening = self._window, True, False
+        if self._short is not None:  # the loader ended inside a window: what was divided by the full length is a mean over fewer
+            self.scaler.rescale_(self.gradient_accumulation_steps / window)
+            self._short = None
+        part = loss / window if window > 1 else loss
+        scaled = self.scaler.scale(part)
+        with backward_context(self.policy, self.device, self._products):
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch of a window: `optimizer.step()` and `zero_grad()` act only in the last one.
+
+        The last of a window is every gradient_accumulation_steps-th, and the last batch of a prepared loader.
+        """
+        self._micro_batches += 1
+        full = self._micro_batches >= self.gradient_accumulation_steps
+        self.sync_gradients = full or any(loader.at_end for loader in self._loaders)
+        self._window = self.gradient_accumulation_steps
+        if self.sync_gradients and not full:
+            self._window = self._short = self._micro_batches
+        if self.sync_gradients:
+            self._micro_batches = 0
+        self._opening = True
+        try:
+            yield
+        finally:
+            self._window, self._opening = self.gradient_accumulation_steps, False
+
+    def may_clear(self) -> bool:
+        """Whether `zero_grad` may clear gradients now: not those of a window that is going on, also not at the start of its last micro-batch."""
+        return not self._held or (self.sync_gradients and not self._opening)
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Clip unscaled gradients to `max_norm` and return their norm before that; None, and nothing, inside a window."""
+        return self.scaler.clip_grad_norm_(parameters, max_norm, norm_type) if self.sync_gradients else None
+
+    def on_applied(self, optimizer: PreparedOptimizer, function: Callable[[], object]) -> None:
+        """Call `function()` after each step of a prepared optimizer that was applied: an EMA of the weights, a counter."""
+        self.scaler.on_applied(optimizer.optimizer, function)
+
+    def applied_steps(self, optimizer: Optimizer) -> int:
+        """How many steps of `optimizer` (one that was prepared) have moved the weights."""
+        return self.scaler.applied_steps(optimizer)
+
+    def run_step(
+        self,
+        optimizer: PreparedOptimizer,
+        compute: Callable[[], object],
+        *,
+        max_norm: float | None = None,
+        stalled: bool = False,
+        on_overflow: bool = True,
+    ) -> StepResult:
+        """Call `compute()`, which makes the gradients of one step, then `optimizer.step()`; after an overflow run both again at a lower loss scale.
+
+        With heal="pin" also after a forward pass that overflowed, with the modules to blame held in fp32.
+
+        compute: the forward and backward passes (`backward`) of all micro-batches, and clipping. Before it runs again, random states and the
+        buffers of prepared models are put back and gradients cleared, so that the step is the one that the lower scale would have given.
+        Nothing is kept in memory for this but the random states. The result's `replays` counts. max_norm, stalled: as in `optimizer.step`.
+        on_overflow: False runs them again for pinned modules only.
+        """
+        step = functools.partial(optimizer.step, max_norm=max_norm, stalled=stalled)
+        self.last_step = replay.run(compute, step, optimizer.zero_grad, self.scaler, on_overflow, self.policy.is_mixed or self.policy.whole)
+        return self.last_step
+
+    def take_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, stalled: bool = False
+    ) -> StepResult:
+        """Step `optimizer` (one that was prepared) or not, and let the loss scale follow. `PreparedOptimizer.step` calls it."""
+        if not self.sync_gradients:
+            scale = self.scaler.get_scale()
+            self.last_step = StepResult(False, "accumulating", scale=scale, next_scale=scale)
+            return self.last_step
+        self._held = False
+        for model in self._models:
+            if refuse_changed(model, self._signatures[id(model)], self._optimizers):
+                self.scaler.watch(model)  # parts that are new
+        try:
+            self.last_step = self.scaler.step(optimizer, closure, max_norm=max_norm, stalled=stalled)
+        finally:
+            self.scaler.update()
+        return self.last_step
