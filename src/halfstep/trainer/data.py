@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
-from halfstep.checkpoint import capture, restore
+from halfstep.checkpoint import capture, restore, seed_everything
 from halfstep.errors import DataError, suggest
 
 LABELS = ("labels", "label", "label_ids")
@@ -23,10 +22,14 @@ class EpochBatches(Sampler[list[int]]):
     """Lists of sample numbers, batch by batch. The order depends on (seed, epoch) only; `start` batches are left out.
 
     So a run that stops in the middle of an epoch goes on with the very next batch, without reading the ones before.
+    lengths: of the samples, to put such of like length together. grouped: samples of a step, which are made alike too.
     """
 
-    def __init__(self, samples: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self, samples: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, lengths: Sequence[int] | None = None, grouped: int = 1
+    ) -> None:
         self.samples, self.batch_size, self.shuffle, self.seed, self.drop_last = samples, batch_size, shuffle, seed, drop_last
+        self.lengths, self.grouped = lengths, grouped
         self.epoch = 0
         self.start = 0
 
@@ -35,22 +38,86 @@ class EpochBatches(Sampler[list[int]]):
             order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
         else:
             order = list(range(self.samples))
+        if self.lengths is not None:
+            order = by_length(order, self.lengths, self.grouped)
         for b in range(self.start, len(self)):
-            yield order[b * self.batch_size : (b + 1) * self.batch_size]
+            yield Batch(order[b * self.batch_size : (b + 1) * self.batch_size], self.epoch)
 
     def __len__(self) -> int:
         whole, rest = divmod(self.samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
 
+class Batch(list[int]):
+    """The sample numbers of a batch, and the pass over the data that it belongs to: workers that live on are told by it."""
+
+    def __init__(self, numbers: Iterable[int], epoch: int) -> None:
+        super().__init__(numbers)
+        self.epoch = epoch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batch, (list(self), self.epoch)
+
+
+def by_length(order: list[int], lengths: Sequence[int], grouped: int) -> list[int]:
+    """A shuffled order in which samples of like length stand together.
+
+    Stretches of 50 steps of `grouped` samples (fewer for little data, so that there are 4 at least) are each sorted from long to short. The
+    longest sample of all comes first, so that a batch that does not fit into memory shows at once. Order within a length is that of `order`.
+    """
+    longest = max(order, key=lengths.__getitem__)
+    place = order.index(longest)
+    order[0], order[place] = order[place], order[0]
+    stretch = grouped * max(1, min(50, len(order) // (grouped * 4)))
+    parts = (order[i : i + stretch] for i in range(0, len(order), stretch))
+    return [sample for part in parts for sample in sorted(part, key=lengths.__getitem__, reverse=True)]
+
+
+class Reseeded:
+    """A map-style dataset for workers that live through several passes: each begins a pass with the random states that a new worker would have.
+
+    So what is random in the data is a function of (seed, epoch) there too, and a run that goes on from the middle sees the same.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.epoch: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, batch: Batch) -> list[Any]:
+        worker = get_worker_info()
+        if worker is not None and batch.epoch != self.epoch:
+            self.epoch = batch.epoch
+            base = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(self.seed + batch.epoch)))
+            seed_everything((base + worker.id) % 2**63)
+        several = getattr(self.dataset, "__getitems__", None)
+        return list(several(list(batch))) if several is not None else [self.dataset[i] for i in batch]
+
+
 def make_loader(
-    dataset: Any, collate: Collator, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool, workers: int, pin: bool = False
+    dataset: Any,
+    collate: Collator,
+    *,
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    workers: int,
+    pin: bool = False,
+    prefetch: int | None = None,
+    persistent: bool = False,
+    lengths: Sequence[int] | None = None,
+    grouped: int = 1,
 ) -> DataLoader[Any]:
     """A DataLoader over a map-style dataset (with an `EpochBatches` sampler) or an iterable one.
 
-    pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there.
+    pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there. prefetch: batches that each worker makes ahead.
+    persistent: workers stay between passes. lengths, grouped: as in `EpochBatches`.
     It has a random generator of its own, so that starting it leaves torch's random state alone.
     """
+    options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin, "prefetch_factor": prefetch, "persistent_workers": persistent}
     own = torch.Generator().manual_seed(seed)
     if isinstance(dataset, Iterator):
         raise DataError(
@@ -58,16 +125,21 @@ def make_loader(
             "Give a list, a Dataset, or an IterableDataset that starts anew each time.",
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, num_workers=workers, generator=own, pin_memory=pin)
+        if lengths is not None:
+            raise DataError(
+                "group_by_length needs data with a length, and an iterable dataset has none", "Leave it out, or give a map-style dataset."
+            )
+        return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, generator=own, **options)
     if len(dataset) == 0:
         raise DataError("the dataset has no samples", "Check the path and the filters.")
-    batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, lengths=lengths, grouped=grouped)
     if len(batches) == 0:
         raise DataError(
             f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size}, and dataloader_drop_last=True leaves that out",
             "Use a smaller batch, or dataloader_drop_last=False.",
         )
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, generator=own, pin_memory=pin)
+    data: Any = Reseeded(dataset, seed) if persistent else dataset
+    return DataLoader(data, batch_sampler=batches, collate_fn=collate, generator=own, **options)
 
 
 def is_ours(loader: Any) -> bool:
@@ -130,7 +202,7 @@ def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
     for key, value in first.items():
         if isinstance(value, str) or value is None or (isinstance(value, list) and value and isinstance(value[0], str)):
             continue
-        name = "labels" if key in LABELS else key
+        name = "labels" if is_label(key) else key
         if name in batch:
             raise DataError(f"the samples have {key!r} and another column of labels", "Keep one of labels, label and label_ids.")
         if any(key not in f for f in features):
@@ -152,6 +224,11 @@ def count_inputs(inputs: Mapping[str, Any]) -> int:
     return next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
 
 
+def is_label(column: str) -> bool:
+    """Whether a column of this name becomes `labels`."""
+    return column in LABELS
+
+
 def _tensor(value: Any) -> Tensor:
     """A tensor of a sample's value; Python floats and float arrays as fp32."""
     if isinstance(value, Tensor):
@@ -161,23 +238,21 @@ def _tensor(value: Any) -> Tensor:
 
 
 class ColumnFilter:
-    """A collator that drops the columns a model's forward does not take, then hands on to another collator."""
+    """A collator that drops the columns a model's forward does not take, then hands on to another collator. taken: those it takes, None for any."""
 
-    def __init__(self, collate: Collator, model: nn.Module, labels: Sequence[str]) -> None:
+    def __init__(self, collate: Collator, taken: set[str] | None) -> None:
         self.collate = collate
-        parameters = inspect.signature(model.forward).parameters.values()
-        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.allowed = {p.name for p in parameters} | {*labels, *LABELS}
+        self.taken = taken
 
     def __call__(self, features: list[Any]) -> Mapping[str, Any]:
         """Drop and collate."""
-        if self.takes_all or not isinstance(features[0], Mapping):
+        if self.taken is None or not isinstance(features[0], Mapping):
             return self.collate(features)
-        kept = [{k: v for k, v in f.items() if k in self.allowed} for f in features]
+        kept = [{k: v for k, v in f.items() if k in self.taken} for f in features]
         if not set(kept[0]) - set(LABELS):
             column = next(iter(features[0]), "")
             raise DataError(
-                f"the columns {', '.join(features[0])} are not inputs of the model's forward ({', '.join(sorted(self.allowed - set(LABELS)))})",
-                f"Rename them, or pass remove_unused_columns=False. {suggest(str(column), self.allowed)}",
+                f"the columns {', '.join(features[0])} are not inputs of the model's forward ({', '.join(sorted(self.taken - set(LABELS)))})",
+                f"Rename them, or pass remove_unused_columns=False. {suggest(str(column), self.taken)}",
             )
         return self.collate(kept)

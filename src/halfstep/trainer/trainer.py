@@ -18,6 +18,7 @@ from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.build import make_optimizer, make_scheduler
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
+from halfstep.trainer.columns import label_names_of, taken_columns, without_unused
 from halfstep.trainer.data import Collator, ColumnFilter, default_data_collator, make_loader
 from halfstep.trainer.loop import TrainingLoop
 from halfstep.trainer.outputs import EvalPrediction, LossFunction, PredictionOutput, accepts, explained, loss_of, predictions_of
@@ -60,9 +61,10 @@ class Trainer(TrainingLoop):
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.run = RunFolder(self.args.output_dir)
-        self.label_names = tuple(self.args.label_names or ("labels",))
+        self.label_names = tuple(self.args.label_names or label_names_of(model))
+        self._taken = taken_columns(model, self.label_names) if self.args.remove_unused_columns else None
         collate: Collator = data_collator if data_collator is not None else default_data_collator
-        self.data_collator: Collator = ColumnFilter(collate, model, self.label_names) if self.args.remove_unused_columns else collate
+        self.data_collator: Collator = ColumnFilter(collate, self._taken)
         self._takes_labels = accepts(model.forward, self.label_names)
         self._ignored = tuple(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
         self.model = model
@@ -94,7 +96,7 @@ class Trainer(TrainingLoop):
 
     def _load(self, data: Any, batch_size: int, **order: Any) -> DataLoader[Any]:
         pin, workers = self.accelerator.device.type == "cuda", self.args.dataloader_num_workers
-        return make_loader(data, self.data_collator, batch_size=batch_size, workers=workers, pin=pin, **order)
+        return make_loader(without_unused(data, self._taken), self.data_collator, batch_size=batch_size, workers=workers, pin=pin, **order)
 
     def create_optimizer(self) -> Optimizer:
         """The optimizer: the one given, or that of `args.optim`."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.errors import DataError
+from halfstep.trainer.columns import taken_columns
 from halfstep.trainer.data import ColumnFilter, EpochBatches, default_data_collator, from_batch, make_loader
 
 sizes = st.integers(1, 30)
@@ -186,9 +187,9 @@ class TakesAll(nn.Module):
 
 def test_columns_that_the_model_does_not_take_are_dropped() -> None:
     features = [{"x": 1.0, "idx": 7, "label": 0, "text": "a"}] * 2
-    assert set(ColumnFilter(default_data_collator, Takes(), ("labels",))(features)) == {"x", "labels"}
-    assert set(ColumnFilter(default_data_collator, TakesAll(), ("labels",))(features)) == {"x", "idx", "labels"}
-    assert set(ColumnFilter(default_data_collator, Takes(), ("idx",))(features)) == {"x", "idx", "labels"}
+    assert set(ColumnFilter(default_data_collator, taken_columns(Takes(), ("labels",)))(features)) == {"x", "labels"}
+    assert set(ColumnFilter(default_data_collator, taken_columns(TakesAll(), ("labels",)))(features)) == {"x", "idx", "labels"}
+    assert set(ColumnFilter(default_data_collator, taken_columns(Takes(), ("idx",)))(features)) == {"x", "idx", "labels"}
 
 
 def test_columns_of_which_the_model_takes_none_are_refused_with_the_nearest() -> None:
@@ -196,11 +197,11 @@ def test_columns_of_which_the_model_takes_none_are_refused_with_the_nearest() ->
         def forward(self, input_ids: torch.Tensor) -> None: ...
 
     with pytest.raises(DataError) as caught:
-        ColumnFilter(default_data_collator, Ids(), ("labels",))([{"input_id": 1, "labels": 2}])
+        ColumnFilter(default_data_collator, taken_columns(Ids(), ("labels",)))([{"input_id": 1, "labels": 2}])
     assert "the columns input_id, labels are not inputs of the model's forward (input_ids)" in caught.value.cause
     assert "Did you mean 'input_ids'?" in caught.value.remedy
     assert "remove_unused_columns=False" in caught.value.remedy
 
 
 def test_samples_that_are_not_mappings_go_to_the_collator() -> None:
-    assert ColumnFilter(lambda f: {"x": torch.tensor(f)}, Takes(), ("labels",))([1, 2])["x"].tolist() == [1, 2]
+    assert ColumnFilter(lambda f: {"x": torch.tensor(f)}, taken_columns(Takes(), ("labels",)))([1, 2])["x"].tolist() == [1, 2]
