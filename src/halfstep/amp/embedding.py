@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from halfstep.amp.mode import Route, Tables
+from halfstep.amp.mode import Route, Tables, numbered
 from halfstep.amp.ops import HALF
 
 
@@ -34,7 +34,6 @@ class _Embedding(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         weight, indices, ctx.padding, ctx.by_frequency = inputs
         ctx.shape = weight.shape
-        ctx.dtype = (weight.grad_dtype or torch.float32) if weight.is_leaf else weight.dtype  # None stands for any
         ctx.save_for_backward(indices)
 
     @staticmethod
@@ -43,7 +42,7 @@ class _Embedding(torch.autograd.Function):
         rows, places = grad.reshape(-1, grad.shape[-1]), indices.reshape(-1)
         with torch.autocast(grad.device.type, enabled=False):
             total = torch.ops.aten.embedding_dense_backward(rows.float(), places, ctx.shape[0], ctx.padding, ctx.by_frequency)
-        return total.to(ctx.dtype), None, None, None
+        return total, None, None, None  # in fp32: autograd casts it to what the table takes, which torch.compile cannot ask for
 
 
 def embedding(
@@ -77,12 +76,22 @@ def embedding(
 ROUTE: dict[Any, Route] = {F.embedding: embedding}
 
 
-@functools.cache
 def with_embedding(tables: Tables) -> Tables:
     """The same tables, in which embeddings have fp32 gradient sums, whether autocast is on or off."""
+    return _with_embedding(tables.number)
+
+
+@functools.cache
+def _made(number: int) -> Tables:
+    tables = numbered(number)
     return Tables(
         on={**tables.on, **ROUTE}, off={**tables.off, **ROUTE}, emulated=tables.emulated, island=tables.island and with_embedding(tables.island)
     )
 
 
-with_embedding._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in autocast
+def _with_embedding(number: int) -> Tables:
+    return _made(number)
+
+
+# as in autocast: torch.compile takes the result for a constant. It would look into a cached function, and takes no tables as an argument
+_with_embedding._dynamo_marked_constant = True  # type: ignore[attr-defined]

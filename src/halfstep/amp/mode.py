@@ -57,6 +57,11 @@ class _Reach:
 _reach = _Reach()
 
 
+def numbered(number: int) -> Tables:
+    """The tables whose `number` this is."""
+    return _reach.tables[number]
+
+
 def _look_up(number: int, on: bool, func: Any) -> int:
     tables = _reach.tables[number]
     return _reach.numbers.get((tables.on if on else tables.off).get(func, _look_up), 0)
