@@ -52,7 +52,7 @@ class Saving(Preparing):
         parts = {name: item.state_dict() for name, item in items.items()} | {
             "scaler": {"bad_steps": self.scaler.bad_steps, "steps": self.scaler.steps} | self.scaler.state_dict(),
             "watch": self.scaler.watch_state([o.optimizer for o in self._optimizers]),
-            "random": checkpoint.capture(),
+            "random": {"ranks": [checkpoint.capture()]},
         }
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
         own["products"] = self._products.settled(self.policy, self.device)
@@ -99,7 +99,7 @@ class Saving(Preparing):
         if "watch" in loaded.parts:
             self.scaler.load_watch_state(loaded.parts["watch"], [o.optimizer for o in self._optimizers])
         self._micro_batches = 0
-        checkpoint.restore(loaded.parts["random"])
+        checkpoint.restore(loaded.parts["random"]["ranks"][0])
         self.scaler.note_checkpoint(str(input_dir))
 
     def _lay_out(self, model: nn.Module, saved: Mapping[str, Any] | None) -> None:

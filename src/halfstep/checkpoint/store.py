@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
-from halfstep.checkpoint.schema import MANIFEST, File, Manifest, manifest_from
+from halfstep.checkpoint import files
+from halfstep.checkpoint.foreign import refuse_foreign
+from halfstep.checkpoint.held import writing
+from halfstep.checkpoint.migrations import migrate
+from halfstep.checkpoint.schema import MANIFEST, Manifest, manifest_from
+from halfstep.checkpoint.tensors import pieces, tensor_bytes
 from halfstep.checkpoint.tree import decode, encode
 from halfstep.errors import CheckpointError
 
@@ -35,49 +37,64 @@ def save(folder: str | Path, parts: Mapping[str, Any], about: Mapping[str, Any] 
     """Write `parts` (name to nested value) as a checkpoint folder, atomically; an older folder of that name is replaced.
 
     Everything is written beside the target, synced to disk and renamed. When that fails (a full disk) the leavings are
-    removed, an older checkpoint stays as it was, and CheckpointError says why.
+    removed, an older checkpoint stays as it was, and CheckpointError says why; a value that cannot be saved, and a disk that has
+    too little room left, are refused before anything is written. Of the tensors at most one is copied at a time.
     """
-    target = Path(folder).absolute()
-    partial, old = _beside(target, "partial"), _beside(target, "old")
+    given = Path(folder).absolute()
+    target = given.resolve() if given.is_symlink() else given  # a folder that was moved to another disk is written there
+    content = _content(parts)
+    text = _plain(about or {})
+    needed = sum(_size(c) for c in content.values()) + len(text)
     try:
         if target.is_file() or (target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir())):
             raise CheckpointError(f"{target} is not a checkpoint and is not empty, and a checkpoint would replace it", "Name a new folder.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _recover(target)
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial.mkdir()
-        files = _write(partial, parts)
-        manifest = Manifest(files, tuple(parts), dict(about or {}))
-        (partial / MANIFEST).write_text(json.dumps(manifest.as_dict(), indent=1))
-        _sync(partial / MANIFEST)
-        _sync(partial)
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-        _sync(target.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint {target} could not be written: {error}", "Free some space or choose another folder; older checkpoints are unchanged."
-        ) from error
-    finally:
-        _recover(target)
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-    return target
+        files.make_folder(target.parent)
+        files.refuse_full_disk(f"checkpoint {target}", target.parent, needed)
+        with writing(_beside(target, "partial"), lambda: _recover(target)) as partial:
+            try:
+                _write(partial, content, tuple(parts), json.loads(text))
+                if target.exists():
+                    files.discard(_beside(target, "old"))
+                    target.rename(_beside(target, "old"))
+                partial.rename(target)
+                files.sync(target.parent)
+            finally:
+                _recover(target)
+                for leftover in (partial, _beside(target, "old")):
+                    files.discard(leftover)
+    except OSError as error:
+        raise files.write_error(f"checkpoint {target}", target.parent, error, needed) from error
+    return given
 
 
-def _write(folder: Path, parts: Mapping[str, Any]) -> dict[str, File]:
-    """Write every part as JSON and safetensors; returns the files with their seals."""
-    files: dict[str, File] = {}
+def _content(parts: Mapping[str, Any]) -> dict[str, bytes | dict[str, Tensor]]:
+    """What each file of the parts will hold: the structure as JSON, and the tensors."""
+    content: dict[str, bytes | dict[str, Tensor]] = {}
     for name, value in parts.items():
         structure, tensors = encode(value)
-        (folder / f"{name}.json").write_text(json.dumps(structure))
-        files[f"{name}.json"] = _seal(folder / f"{name}.json")
+        content[f"{name}.json"] = json.dumps(structure).encode()
         if tensors:
-            save_file(tensors, folder / f"{name}.safetensors", metadata={"format": "pt"})
-            files[f"{name}.safetensors"] = _seal(folder / f"{name}.safetensors")
-    return files
+            content[f"{name}.safetensors"] = tensors
+    return content
+
+
+def _size(content: bytes | dict[str, Tensor]) -> int:
+    return len(content) if isinstance(content, bytes) else tensor_bytes(content)
+
+
+def _plain(about: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(about))
+    except TypeError as error:
+        raise CheckpointError(f"about holds a value that JSON has not: {error}", "Give it numbers, text, lists and dicts.") from error
+
+
+def _write(folder: Path, content: Mapping[str, bytes | dict[str, Tensor]], parts: tuple[str, ...], about: dict[str, Any]) -> None:
+    """Write every file, and last of all the manifest with their seals."""
+    sealed = {name: files.write(folder / name, [c] if isinstance(c, bytes) else pieces(c)) for name, c in content.items()}
+    manifest = json.dumps(Manifest(sealed, parts, about).as_dict(), indent=1)
+    files.write(folder / MANIFEST, [manifest.encode()])
+    files.sync(folder)
 
 
 def _beside(target: Path, what: str) -> Path:
@@ -114,12 +131,13 @@ def load(folder: str | Path) -> Loaded:
         if found != facts.size:
             state = "is missing" if found < 0 else f"holds {found} bytes of {facts.size}"
             raise CheckpointError(f"checkpoint {source} is truncated: {name} {state}", _others(source))
-        if _digest(path) != facts.sha256:
+        if files.digest_of(path) != facts.sha256:
             raise CheckpointError(f"checkpoint {source} is damaged: the content of {name} is not what was written", _others(source))
     parts: dict[str, Any] = {}
     for part in manifest.parts:
         tensors = load_file(source / f"{part}.safetensors") if f"{part}.safetensors" in manifest.files else {}
         parts[part] = decode(json.loads((source / f"{part}.json").read_text()), tensors)
+    migrate(manifest.version, manifest.about, parts)
     return Loaded(source, manifest.about, parts)
 
 
@@ -127,6 +145,7 @@ def read_manifest(source: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CheckpointError when there is none or it is not readable."""
     path = source / MANIFEST
     if not path.exists():
+        refuse_foreign(source)
         what = "holds no manifest, so it is not a whole checkpoint" if source.exists() else "does not exist"
         raise CheckpointError(f"checkpoint {source} {what}", _others(source))
     try:
@@ -145,6 +164,31 @@ def checkpoints(run: str | Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint's files are all there with the sizes that its manifest tells. The contents are checked by `load`."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return False
+    return all((folder / name).is_file() and (folder / name).stat().st_size == facts.size for name, facts in manifest.files.items())
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint folder, or the link to one. Killed on the way it leaves no half checkpoint under a checkpoint's name."""
+    gone = _beside(folder, "gone")
+    files.discard(gone)
+    folder.rename(gone)
+    files.discard(gone)
+
+
+def tidy(run: Path) -> None:
+    """Remove what killed saves and removals left in a run's folder, in which nobody saves now. A checkpoint moved aside gets its name back."""
+    for aside in run.glob(".checkpoint-*.old"):
+        _recover(run / aside.name.removeprefix(".").removesuffix(".old"))
+    for left in (p for what in ("partial", "old", "gone") for p in run.glob(f".checkpoint-*.{what}")):
+        files.discard(left)
+
+
 def latest(run: str | Path) -> Path | None:
     """The newest checkpoint folder of a run, or None."""
     found = checkpoints(run)
@@ -154,21 +198,3 @@ def latest(run: str | Path) -> Path | None:
 def _others(source: Path) -> str:
     others = [str(p) for p in checkpoints(source.parent) if p != source and (p / MANIFEST).exists()]
     return f"Other checkpoints of this run: {', '.join(others)}." if others else "There is no other checkpoint beside it: start anew."
-
-
-def _seal(path: Path) -> File:
-    _sync(path)
-    return File(path.stat().st_size, _digest(path))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.checkpoint.tensors import NAMES
 from halfstep.errors import CheckpointError
 
 MARKS = ("$tensor", "$tuple", "$items", "$dtype", "$array")
@@ -19,28 +20,23 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
 
     A tensor's name is its path (`state.0.exp_avg`). A tensor met twice (tied weights) is stored once. Takes dicts, lists,
     tuples, numbers, strings, None, tensors, torch dtypes and numpy arrays; raises CheckpointError naming the path of
-    anything else.
+    anything else. No tensor is copied: they are those of `value`, wherever they are and however they lie in memory.
     """
     tensors: dict[str, Tensor] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
 
     def tensor(item: Tensor, path: str) -> dict[str, str]:
-        if item.layout is not torch.strided or item.is_meta or item.is_quantized or item.dtype is torch.complex128:
+        if item.layout is not torch.strided or item.is_meta or item.is_quantized or item.dtype not in NAMES:
             kind = "meta" if item.is_meta else f"{item.layout} {item.dtype}".replace("torch.", "")
             raise _refusal(path, f"tensor without plain storage in the safetensors format ({kind})")
         item = item.detach()
         where = item.untyped_storage().data_ptr()
-        same = (where, item.storage_offset(), tuple(item.shape), item.stride(), item.dtype, item.is_conj(), item.is_neg())
+        same = (where, item.device, item.storage_offset(), tuple(item.shape), item.stride(), item.dtype, item.is_conj(), item.is_neg())
         if where and same in seen:
             return {"$tensor": seen[same]}
-        kept = item.resolve_conj().resolve_neg().cpu().contiguous()
-        if where in storages and kept.untyped_storage().data_ptr() == where:
-            kept = kept.clone()  # another view of memory already written
-        storages.add(where)
         name = path if path not in ("", "__metadata__") and path not in tensors and path.isprintable() else f"tensor-{len(tensors)} {path!a}"
         seen[same] = name
-        tensors[name] = kept
+        tensors[name] = item
         return {"$tensor": name}
 
     def walk(item: Any, path: str) -> Any:

@@ -91,6 +91,14 @@ class TrainingLoop(ABC):
         if checkpoint is None or not self.run.owns(checkpoint):
             self.run.check(self.args.overwrite_output_dir)
         self._loader = self._set_up()
+        try:
+            self._enter(checkpoint)
+            return self._train()
+        finally:
+            self.run.leave()
+
+    def _enter(self, checkpoint: Path | None) -> None:
+        """Begin a run in its folder, or go on from a checkpoint."""
         if checkpoint is None:
             self.run.begin(self.settings, self.args.overwrite_output_dir)
             if told := follow_rules(self.args, self.run.path, self.model):
@@ -103,6 +111,9 @@ class TrainingLoop(ABC):
             self._losses = Losses(self.state.loss_sum, self.state.loss_count)
             self.control.should_evaluate = self.state.evaluation_due
             self.run.go_on(self.settings, checkpoint, self.state.log_history)
+
+    def _train(self) -> TrainOutput:
+        """From where the state stands to the end, or to Ctrl-C."""
         begun, losses = self.state.global_step, Losses()
         self._event("on_train_begin")
         try:

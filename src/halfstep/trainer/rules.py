@@ -9,6 +9,7 @@ import yaml
 from torch import nn
 
 from halfstep.amp import Pinned, pin, pins
+from halfstep.checkpoint import replace
 from halfstep.errors import ConfigError, suggest
 from halfstep.trainer.arguments import TrainingArguments
 
@@ -41,7 +42,7 @@ def write_rules(folder: Path, model: nn.Module) -> Path:
     held = [{"module": p.module, "step": p.step, "why": p.why} for p in pins(model)]
     path = folder / RULES
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(HEADER + yaml.safe_dump({"fp32": held}, sort_keys=False))
+    replace(path, HEADER + yaml.safe_dump({"fp32": held}, sort_keys=False))
     return path
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import TrainerCallback
 from halfstep.trainer.state import TrainerControl, TrainerState
 
+logger = logging.getLogger("halfstep")
+
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 HEADER = "# settings of a halfstep run\n"  # tells our config.yaml from another's
 
@@ -26,6 +27,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.entered = False
+        self._held = checkpoint.Held()  # by this process, while it trains here
 
     @property
     def metrics(self) -> Path:
@@ -47,6 +49,11 @@ class RunFolder:
         foreign = self.path / CONFIG
         if foreign.exists() and not foreign.read_text(errors="replace").startswith(HEADER):
             raise ConfigError(f"{foreign} was not written by halfstep, and a run would replace it", "Name another output_dir, or move that file.")
+        for found in checkpoint.checkpoints(self.path):
+            if not (found / checkpoint.MANIFEST).exists() and any(found.iterdir()):
+                raise ConfigError(
+                    f"{found} was not written by halfstep, and a checkpoint of this run could have its name", "Name another output_dir, or move it."
+                )
         if self.holds_run() and not overwrite:
             newest = checkpoint.latest(self.path)
             go_on = f"trainer.train(resume_from_checkpoint=True) or --resume goes on from {newest.name}; " if newest else ""
@@ -56,7 +63,9 @@ class RunFolder:
             )
 
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
-        """Make the folder ready for a new run. Called when nothing can be refused any more."""
+        """Make the folder ready for a new run. Called when nothing can be refused any more but for a run that goes on in it."""
+        self._hold()
+        self.check(overwrite)  # again: another run may have come and gone since
         if overwrite:
             self.clear()
         self._open(settings)
@@ -67,30 +76,55 @@ class RunFolder:
         Lines and checkpoints that an interrupted run wrote after it belong to steps that are given up: the lines are
         dropped, the checkpoints renamed to given-up-checkpoint-STEP.
         """
+        self._hold()
+        if not self.owns(folder):  # a run that was here is to be overwritten, or there was none
+            self.clear()
         self._open(settings)
-        partial = self.metrics.with_suffix(".partial")
-        partial.write_text("".join(as_line(record) for record in history))
-        os.replace(partial, self.metrics)
+        self._write(self.metrics, "".join(as_line(record) for record in history))
         own = checkpoint.checkpoints(self.path)
         if folder.resolve() in [c.resolve() for c in own]:
             step = [c.resolve() for c in own].index(folder.resolve())
             for later in own[step + 1 :]:
                 aside = later.with_name(f"given-up-{later.name}")
-                shutil.rmtree(aside, ignore_errors=True)
+                checkpoint.discard(aside)
                 later.rename(aside)
+        checkpoint.tidy(self.path)
+
+    def leave(self) -> None:
+        """Another run may use the folder."""
+        self._held.release()
+
+    def _hold(self) -> None:
+        """Take the folder for this process. Raises ConfigError while another trains in it, or when it cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            held = checkpoint.hold(self.path)
+        except OSError as error:
+            raise self._not_writable(error) from error
+        if held is None:
+            raise ConfigError(f"another run is going on in {self.path}", "Name another output_dir, or wait until it has ended.")
+        self._held = held
+
+    def _not_writable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"the run folder {self.path} cannot be written: {error.strerror}", "Name another output_dir.")
 
     def _open(self, settings: dict[str, Any]) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_yaml(self.path / CONFIG, settings)
+            checkpoint.replace(self.path / CONFIG, as_yaml(settings))
         except OSError as error:
-            raise ConfigError(f"the run folder {self.path} cannot be written: {error.strerror}", "Name another output_dir.") from error
+            raise self._not_writable(error) from error
         self.entered = True
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            checkpoint.replace(path, text)
+        except OSError as error:
+            raise checkpoint.write_error(str(path), self.path, error, len(text)) from error
 
     def clear(self) -> None:
         """Remove what a run writes, and nothing else; rules.yaml stays, for the next run to read."""
-        for folder in [*checkpoint.checkpoints(self.path), *self._leavings()]:
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in [*checkpoint.checkpoints(self.path), *self._given_up(), *self.path.glob(".checkpoint-*")]:
+            checkpoint.discard(folder)
         for name in (METRICS, CONFIG):
             (self.path / name).unlink(missing_ok=True)
 
@@ -114,15 +148,24 @@ class RunFolder:
             ) from error
 
     def keep_newest(self, limit: int | None) -> None:
-        """Remove all but the `limit` newest checkpoints, and then those that were given up, too."""
-        if limit is not None:
-            for folder in [*checkpoint.checkpoints(self.path)[:-limit], *self.path.glob("given-up-checkpoint-*")]:
-                shutil.rmtree(folder)
+        """Remove all but the `limit` newest whole checkpoints, and then those that were given up, too.
 
-    def _leavings(self) -> list[Path]:
-        """What killed saves and given-up steps left behind."""
-        patterns = ("given-up-checkpoint-*", ".checkpoint-*.partial", ".checkpoint-*.old")
-        return [p for pattern in patterns for p in self.path.glob(pattern)]
+        One that is not whole does not count and is not removed: somebody may want to look at it. What cannot be removed stays, with a warning.
+        """
+        if limit is None:
+            return
+        whole = [c for c in checkpoint.checkpoints(self.path) if checkpoint.is_whole(c)]
+        for folder in self._given_up() if whole else ():
+            checkpoint.discard(folder)
+        for folder in whole[:-limit]:
+            try:
+                checkpoint.remove(folder)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s. It takes room beyond save_total_limit=%d", folder, error, limit)
+
+    def _given_up(self) -> list[Path]:
+        """Checkpoints of steps that a resumed run gave up."""
+        return list(self.path.glob("given-up-checkpoint-*"))
 
 
 class MetricsWriter(TrainerCallback):
@@ -142,6 +185,6 @@ def as_line(record: dict[str, Any]) -> str:
     return json.dumps({"lr" if k == "learning_rate" else k: v for k, v in record.items()}) + "\n"
 
 
-def write_yaml(path: Path, data: dict[str, Any]) -> None:
-    """Write plain values as YAML in the order given."""
-    path.write_text(HEADER + yaml.safe_dump(data, sort_keys=False))
+def as_yaml(data: dict[str, Any]) -> str:
+    """Plain values as YAML in the order given."""
+    return HEADER + yaml.safe_dump(data, sort_keys=False)

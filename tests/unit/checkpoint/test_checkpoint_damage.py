@@ -145,11 +145,19 @@ def test_a_manifest_without_its_last_bytes_is_refused(folder: Path) -> None:
         assert "manifest.json is not JSON" in refusal(folder).cause
 
 
-def test_another_version_is_refused_with_what_to_use(folder: Path) -> None:
-    edited(lambda m: m.update(version=2))(folder)
+@pytest.mark.parametrize("version", [3, 0, -1, None, "1", True, 1.0])
+def test_another_version_is_refused_with_what_to_use(folder: Path, version: object) -> None:
+    edited(lambda m: m.update(version=version))(folder)
     error = refusal(folder)
-    assert error.cause == f"{folder} has checkpoint version 2, and this halfstep reads version 1"
+    assert error.cause == f"{folder} has checkpoint version {version}, and this halfstep reads versions 1 to 2"
     assert error.remedy == "Use the halfstep that wrote it."
+
+
+def test_a_newer_version_is_refused_with_the_halfstep_that_wrote_it(folder: Path) -> None:
+    edited(lambda m: m.update(version=3, about={"versions": {"halfstep": "9.1"}}))(folder)
+    error = refusal(folder)
+    assert error.cause == f"{folder} has checkpoint version 3, written by halfstep 9.1, and this halfstep reads versions 1 to 2"
+    assert error.remedy == "Use the halfstep that wrote it, or a newer one: pip install 'halfstep>=9.1'."
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", '{"format": "pt"}', '{"version": 1}', "{}"])
@@ -158,12 +166,6 @@ def test_a_foreign_manifest_is_refused(folder: Path, content: str) -> None:
     error = refusal(folder)
     assert error.cause == f"{folder} is not a halfstep checkpoint"
     assert "manifest.json written by halfstep" in error.remedy
-
-
-def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
-    assert refusal(tmp_path / "hf").cause == f"checkpoint {tmp_path / 'hf'} holds no manifest, so it is not a whole checkpoint"
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
