@@ -18,7 +18,8 @@ from halfstep.checkpoint import latest, seed_everything
 from halfstep.demo import GPT, GPTConfig, read, split
 from halfstep.errors import CheckpointError, ConfigError, suggest
 from halfstep.trainer import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, TrainingInterrupted
-from halfstep.trainer.arguments import OLD_NAMES
+from halfstep.trainer.arguments import GROUPS as TOPICS
+from halfstep.trainer.arguments import IN_THE_POLICY, OLD_NAMES, TAKES
 from halfstep.trainer.run import CONFIG
 
 RUNS = Path("runs")
@@ -63,6 +64,7 @@ class DemoArguments:
 
 
 GROUPS = (DemoArguments, GPTConfig, TrainingArguments)
+OPTIONS = (DemoArguments, GPTConfig, *TOPICS)
 PRECISION = {"precision", "fp16", "bf16", "tf32"}
 SWITCHES = ("--resume", "--overwrite", "--help")
 
@@ -78,7 +80,7 @@ def parser() -> ArgumentParser:
     made.add_argument("config", nargs="?", help="a YAML file with options, such as the config.yaml of an earlier run")
     made.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of output_dir, or of the newest run under runs/")
     made.add_argument("--overwrite", action="store_true", help="remove an earlier run from output_dir first")
-    for group in GROUPS:
+    for group in OPTIONS:
         made.add_class_arguments(group, None)
     made.set_defaults(DEFAULTS)
     return made
@@ -157,7 +159,7 @@ def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
             base |= _read(Path(given.config))
         named = _named(line)
         if named & PRECISION:  # however it is spelled, the command line's precision replaces the configuration's
-            base = {k: v for k, v in base.items() if k not in PRECISION}
+            base = {k: v for k, v in base.items() if k not in PRECISION | set(IN_THE_POLICY)}
         chosen = made.parse_args([*_tokens(base), *line])
     except ArgumentError as error:
         raise ConfigError(str(error), "halfstep train --help lists the options.") from error
@@ -182,8 +184,12 @@ def _yield_defaults(settings: dict[str, Any], line: set[str], noted: set[str]) -
         settings["precision"] = "bf16-mixed"
     if settings["eval_strategy"] != "steps" and weaker("eval_steps", "eval_strategy"):
         settings["eval_steps"] = None
-    if settings["lr_scheduler_type"] == "constant" and weaker("warmup_steps", "lr_scheduler_type"):
+    if settings["lr_scheduler_type"] in ("constant", "reduce_lr_on_plateau") and weaker("warmup_steps", "lr_scheduler_type"):
         settings["warmup_steps"] = 0
+    if "adam_beta2" not in TAKES.get(settings["optim"], ()) and weaker("adam_beta2", "optim"):
+        settings["adam_beta2"] = TrainingArguments.adam_beta2
+    if settings["save_strategy"] == "no" and weaker("save_total_limit", "save_strategy"):
+        settings["save_total_limit"] = None
     if settings["warmup_ratio"] and weaker("warmup_steps", "warmup_ratio"):
         settings["warmup_steps"] = 0
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from halfstep.amp import bound_policy
 from halfstep.errors import ConfigError
 from halfstep.optim import HALF, AdamW, FusedAdamW
-from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.arguments import TrainingArguments, spaced
 from halfstep.trainer.callbacks import CallbackList
 
 
@@ -66,22 +66,20 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=args.optim != "adamw_torch")
 
 
-def step_options(args: TrainingArguments, optimizer: Any, callbacks: CallbackList, step: int) -> dict[str, Any]:
-    """What the optimizer is told at the step after `step` applied ones.
+def step_options(args: TrainingArguments, optimizer: Any, callbacks: CallbackList, step: int, total: int) -> dict[str, Any]:
+    """What the optimizer is told at the step after `step` applied ones of `total`.
 
     max_norm: clipping is left to its own pass, where it can and no callback looks at the gradients before the step.
     stalled: the share of updates that round away is measured, since the step will be logged.
     """
     itself = getattr(optimizer, "takes_factor", False) or getattr(optimizer, "_step_supports_amp_scaling", False)
     late = args.max_grad_norm > 0 and itself and not callbacks.listens("on_pre_optimizer_step")
-    return {"max_norm": args.max_grad_norm if late else None, "stalled": args.log_stalled and (step + 1) % args.logging_steps == 0}
+    return {"max_norm": args.max_grad_norm if late else None, "stalled": args.log_stalled and (step + 1) % spaced(args.logging_steps, total) == 0}
 
 
 def make_scheduler(optimizer: Optimizer, args: TrainingArguments, steps: int) -> LRScheduler:
     """The schedule of `args.lr_scheduler_type` over `steps` applied steps, warm-up included."""
-    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * steps)
-    if args.lr_scheduler_type == "constant" and warmup:
-        raise ConfigError("warm-up has no effect with lr_scheduler_type='constant'", "Use constant_with_warmup.")
+    warmup = int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil((args.warmup_steps or args.warmup_ratio) * steps)
     return LambdaLR(optimizer, functools.partial(_factor, args.lr_scheduler_type, warmup, steps))
 
 

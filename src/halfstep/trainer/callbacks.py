@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.arguments import TrainingArguments, spaced
 from halfstep.trainer.state import TrainerControl, TrainerState
 
 
@@ -102,12 +102,12 @@ class Pace(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log, evaluate and save every so many applied steps, and at the last one."""
-        last = self._is_last(args, state)
-        if args.logging_strategy == "steps" and (state.global_step % args.logging_steps == 0 or last):
+        step, total, last = state.global_step, state.max_steps, self._is_last(args, state)
+        if args.logging_strategy == "steps" and (step % spaced(args.logging_steps, total) == 0 or last):
             control.should_log = True
-        if args.eval_strategy == "steps" and (state.global_step % args.steps_between_evaluations == 0 or last):
+        if args.eval_strategy == "steps" and (step % spaced(args.steps_between_evaluations, total) == 0 or last):
             control.should_evaluate = True
-        if args.save_strategy == "steps" and (state.global_step % args.save_steps == 0 or last):
+        if args.save_strategy == "steps" and (step % spaced(args.save_steps, total) == 0 or last):
             control.should_save = True
         if last:
             control.should_training_stop = True

@@ -222,7 +222,7 @@ class TrainingLoop(ABC):
     def _take_step(self, window: list[Any]) -> StepResult:
         """Compute and step, and replay if need be. A step that ends the run is counted and logged before that."""
         compute = functools.partial(self._compute, window)
-        late = step_options(self.args, self.optimizer_in_use, self.callbacks, self.state.global_step)
+        late = step_options(self.args, self.optimizer_in_use, self.callbacks, self.state.global_step, self.state.max_steps)
         self._clips_late = late["max_norm"] is not None
         try:
             if self.args.on_overflow == "replay" or self.args.heal == "pin":

@@ -188,7 +188,7 @@ def test_unknown_names_in_a_configuration_get_the_nearest(capsys: pytest.Capture
         (["--optim", "adam"], "optim"),
         (["--width", "10", "--heads", "4"], "width=10 cannot be shared by heads=4"),
         (["--dropout", "1.5"], "dropout=1.5"),
-        (["--report_to", "wandb"], "report_to='wandb' is not supported"),
+        (["--report_to", "wandbb"], "report_to='wandbb' is not supported. Did you mean 'wandb'?"),
         (["--tf32"], "tf32 was asked for"),
         (["--resume", "--overwrite", "--output_dir", "x"], "--resume and --overwrite were both given"),
         (["nowhere.yaml"], "the configuration nowhere.yaml cannot be read: No such file or directory. Name a YAML file"),

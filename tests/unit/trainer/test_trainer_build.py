@@ -20,8 +20,8 @@ def model() -> nn.Module:
     ("optim", "kind", "fused"), [("adamw_torch_fused", "FusedAdamW", True), ("adamw_torch", "AdamW", False), ("sgd", "SGD", None)]
 )
 def test_every_choice_of_optimizer(optim: str, kind: str, fused: bool | None) -> None:
-    args = TrainingArguments(optim=optim, learning_rate=0.5, adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-3)
-    optimizer = make_optimizer(model(), args)
+    betas = {} if optim == "sgd" else {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 1e-3}
+    optimizer = make_optimizer(model(), TrainingArguments(optim=optim, learning_rate=0.5, **betas))
     assert type(optimizer).__name__ == kind
     assert {g["lr"] for g in optimizer.param_groups} == {0.5}
     if kind == "AdamW":

@@ -1,0 +1,10 @@
+"""`TrainingArguments`: the settings of a run, in groups of one topic each, with their spellings, checks and text forms."""
+
+from halfstep.trainer.arguments.names import NOT_CARRIED as NOT_CARRIED
+from halfstep.trainer.arguments.names import OLD_NAMES as OLD_NAMES
+from halfstep.trainer.arguments.names import OTHER_NAMES as OTHER_NAMES
+from halfstep.trainer.arguments.optimizers import TAKES as TAKES
+from halfstep.trainer.arguments.values import spaced as spaced
+from halfstep.trainer.arguments.whole import GROUPS as GROUPS
+from halfstep.trainer.arguments.whole import IN_THE_POLICY as IN_THE_POLICY
+from halfstep.trainer.arguments.whole import TrainingArguments as TrainingArguments
