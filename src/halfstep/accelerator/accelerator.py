@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
-from typing import Any
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
 
 from halfstep.accelerator.saving import Saving
-from halfstep.accelerator.together import Together
+from halfstep.accelerator.settings import (
+    accumulation_of,
+    compiler_of,
+    loading_of,
+    precision_of,
+    project_of,
+    read_handlers,
+    refuse_environment,
+    refuse_generators,
+    refuse_not_carried,
+    whole_number,
+)
+from halfstep.accelerator.tracked import Tracked
 from halfstep.amp import GradScaler
-from halfstep.errors import ConfigError, refuse_unknown
-from halfstep.hardware import default_device, processes
+from halfstep.distributed import Ranks, Solo
+from halfstep.errors import ConfigError, refuse_unknown, suggest
+from halfstep.hardware import default_device, give_back_unused_memory, processes
 from halfstep.policy import Policy, from_flags
 from halfstep.step import Agree, Heal, OnOverflow
 
+ELSEWHERE = {
+    "profile": "Open torch.profiler.profile around the loop.",
+    "join_uneven_inputs": "Leave it out: prepared loaders give every process as many batches.",
+    "lomo_backward": "Use precision='bf16-lean' to save memory.",
+    "maybe_context_parallel": "Each process reads whole samples.",
+    "verify_device_map": "A model trains on one device per process.",
+    "trigger_sync_in_backward": "Run the last backward pass outside no_sync().",
+    "deepspeed_plugin": "Models are trained in one process per GPU.",
+}
 
-class Accelerator(Saving, Together):
+
+class Accelerator(Saving, Tracked):
     """Device, precision, loss scaling, accumulation and checkpoints for a loop of your own.
 
     mixed_precision: "no", "fp16" or "bf16"; fp16 on a CPU is fp16.
@@ -29,6 +58,14 @@ class Accelerator(Saving, Together):
         fp32 from the next forward pass on (`halfstep.amp.pins(model)` tells which; checkpoints keep it); "raise" StepRefusedError.
     patience: bad steps of an optimizer in a row before `DivergedError`.
     agree: gets a small fp32 tensor and returns its maximum over all ranks.
+
+    Under accelerate's names, with the classes of `halfstep.accelerator` or accelerate's own:
+    gradient_accumulation_plugin: instead of gradient_accumulation_steps. step_scheduler_with_optimizer: a prepared scheduler moves with the
+        applied steps of its optimizer, once per process (its length counts the batches of one process); False: whenever it is called.
+    split_batches, dataloader_config: how loaders are shared out over processes. device_placement: False leaves models and batches where they are.
+    log_with: trackers ("jsonl", "tensorboard", "wandb", "mlflow", "all", or objects), started by `init_trackers`. project_dir, project_config: where
+        they and automatically named checkpoints are written. dynamo_backend, dynamo_plugin: let `prepare` compile models in place.
+    kwargs_handlers: how the loss scale, the process group and DistributedDataParallel are set up.
 
     16-bit weights always have masters unless the precision says weights=plain: prepared optimizers are wrapped where that is needed
     (`halfstep.optim.wrap`). With AdamW weights, gradient and states take 16 bytes per parameter under fp32 and *-mixed, about 8 under *-lean:
@@ -48,27 +85,69 @@ class Accelerator(Saving, Together):
         heal: Heal = "skip",
         patience: int = 50,
         agree: Agree | None = None,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        dataloader_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        rng_types: Iterable[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: Any = None,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown("Accelerator", unknown, inspect.signature(Accelerator.__init__).parameters)
+        refuse_unknown("Accelerator", refuse_not_carried(unknown), inspect.signature(Accelerator.__init__).parameters)
+        refuse_environment()
+        refuse_generators(rng_types)
         if processes() > 1:
             raise ConfigError(
                 f"the launcher started {processes()} processes, and this version of halfstep trains in one: each would train alone",
                 "Start one process.",
             )
-        for name, count in (("gradient_accumulation_steps", gradient_accumulation_steps), ("patience", patience)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ConfigError(f"{name}={count!r}", "Use a whole number of 1 or more.")
-        super().__init__(default_device(cpu), gradient_accumulation_steps)
+        whole_number("patience", patience)
+        accumulation = accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self._handlers, self._compiler = read_handlers(kwargs_handlers), compiler_of(dynamo_backend, dynamo_plugin)
+        self.project_configuration = project_of(project_dir, project_config)
+        self.dataloader_config = loading_of(split_batches, dataloader_config)
+        self.split_batches = self.dataloader_config.split_batches
+        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
+        self._ends_with_loader = accumulation.sync_with_dataloader
+        self.ranks: Ranks = Solo()
+        super().__init__(default_device(cpu or _wants_cpu()), accumulation.num_steps)
         self._scaler_for = functools.partial(GradScaler.from_policy, patience=patience, on_overflow=on_overflow, heal=heal, agree=agree)
-        self._run_under(from_flags(precision=precision, mixed_precision=mixed_precision))
-
-    @property
-    def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16"."""
-        return self.policy.autocast if self.policy.is_mixed else "no"
+        self._track_with(log_with)
+        self._asked = from_flags(precision=precision, mixed_precision=precision_of(mixed_precision, precision))
+        self._run_under(self._asked)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last optimizer step was refused."""
-        return self.last_step is not None and self.last_step.reason not in ("applied", "accumulating", "no-gradients")
+        """Whether the last step of a prepared optimizer, of one of them, was refused."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything that was prepared, and give memory back: before a training with other models. Returns a None for each of `objects`.
+
+        `model, optimizer = accelerator.free_memory(model, optimizer)` lets go of them; the loss scale begins anew.
+        """
+        self.forget()
+        self.scaler = cast(GradScaler, None)
+        self._run_under(self._asked)
+        gc.collect()
+        give_back_unused_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None for _ in objects]
+
+    clear = free_memory
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ELSEWHERE:
+            raise AttributeError(f"halfstep's Accelerator has no {name}. {ELSEWHERE[name]}")
+        raise AttributeError(f"halfstep's Accelerator has no {name!r}. {suggest(name, [n for n in dir(type(self)) if not n.startswith('_')])}")
+
+
+def _wants_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")

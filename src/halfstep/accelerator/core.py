@@ -9,12 +9,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from halfstep.accelerator.configuration import ProjectConfiguration, TorchDynamoPlugin
 from halfstep.accelerator.decided import UNDECIDED, products_for, resolved
 from halfstep.accelerator.facts import Signature
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
+from halfstep.accelerator.settings import Handlers, whole_number
 from halfstep.amp import Binding, GradScaler, Products, backward_context
+from halfstep.distributed import Ranks
 from halfstep.policy import LossScale, Policy, Resolution
-from halfstep.step import Follower, StepResult
+from halfstep.step import StepResult
 
 
 class Core:
@@ -23,30 +26,58 @@ class Core:
     policy: Policy
     resolution: Resolution
     scaler: GradScaler
+    ranks: Ranks
+    project_configuration: ProjectConfiguration
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    split_batches: bool
+    _compiler: TorchDynamoPlugin
+    _handlers: Handlers
+    _ends_with_loader: bool
     _products: Products
     _why: str
     _scaler_for: Callable[[LossScale], GradScaler]
 
     def __init__(self, device: torch.device, gradient_accumulation_steps: int) -> None:
         self.device = device
-        self.gradient_accumulation_steps = self._window = gradient_accumulation_steps
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self._registered: list[Any] = []
+        self._flag = False  # see `set_trigger`
+        self.forget()
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; a change counts from the next micro-batch on."""
+        return self._full_window
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, count: int) -> None:
+        whole_number("gradient_accumulation_steps", count)
+        self._full_window = self._window = count
+
+    def forget(self) -> None:
+        """Nothing is prepared, and no window begun."""
+        self._window = self._full_window
         self.last_step: StepResult | None = None
         self.sync_gradients = True
         self._held = False  # gradients of the window at hand were made and not stepped with
         self._opening = False  # inside `accumulate`, before its backward pass
         self._micro_batches = 0  # since the end of the last window
+        self._earlier = 0  # micro-batches of the window before the one at hand
+        self._untouched: dict[int, Any] = {}  # by optimizer, see `may_clear`
         self._short: int | None = None  # micro-batches of a window that ends early, until its last backward pass
         self._models: list[nn.Module] = []
         self._bindings: dict[int, Binding] = {}
         self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[Follower] = []
+        self._schedulers: list[Any] = []
         self._signatures: dict[int, Signature] = {}
         self._loaders: list[PreparedLoader] = []
-        self._registered: list[Any] = []
 
     def _run_under(self, policy: Policy, why: str = "") -> None:
+        policy = policy if policy.is_auto else self._handlers.adjust(policy)
         self.policy, self._why, self._products = policy, why, products_for(policy)
         self.resolution = resolved(policy, self.device, why=why)
         self.scaler = cast(GradScaler, UNDECIDED) if policy.is_auto else self._scaler_for(policy.scale)
         if not policy.is_auto:
+            self._handlers.tune(self.scaler)
             self.scaler.run_backward_inside(functools.partial(backward_context, policy, self.device, self._products))

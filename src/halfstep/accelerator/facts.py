@@ -107,6 +107,16 @@ def _refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence
             raise ConfigError(f"{name} was on {before[1]} when the model was prepared and is on {p.device} now", "Move the model before prepare().")
 
 
+def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
+    """Raise ConfigError for a model that is not on the device, where it is to be left where it is."""
+    for name, p in model.named_parameters():
+        if p.device.type != device.type or (p.device.index is not None and device.index is not None and p.device.index != device.index):
+            raise ConfigError(
+                f"{name} is on {p.device}, the accelerator trains on {device}, and device_placement=False leaves it there",
+                "Call model.to(accelerator.device) before prepare(), or leave device_placement out.",
+            )
+
+
 def refuse_orphans(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Raise ConfigError for an optimizer whose parameters look like a model's and are not: it was made before they were replaced."""
     own = [p for group in optimizer.param_groups for p in group["params"]]

@@ -21,8 +21,8 @@ class Stepper(Protocol):
     def applied_steps(self, optimizer: Optimizer) -> int:
         """How many steps of an optimizer were applied."""
 
-    def may_clear(self) -> bool:
-        """Whether gradients may be cleared now: not those of a window that is going on."""
+    def may_clear(self, optimizer: Optimizer) -> bool:
+        """Whether gradients of an optimizer may be cleared now: not those of a window that is going on."""
 
     def take_step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, stalled: bool = False
@@ -95,7 +95,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; nothing while a window is going on, also at the start of its last micro-batch."""
-        if self.stepper.may_clear():
+        if self.stepper.may_clear(self.optimizer):
             self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,10 +122,11 @@ class PreparedOptimizer(Optimizer):
 class PreparedLoader:
     """A data loader whose batches arrive on the device. Knows one batch ahead whether it is the last one."""
 
-    def __init__(self, loader: Iterable[Any], device: torch.device) -> None:
+    def __init__(self, loader: Iterable[Any], device: torch.device | None) -> None:
         self.loader = loader
-        self.device = device
+        self.device = device  # None leaves batches where they are
         self.at_end = False  # the batch at hand is the last of this pass
+        self.remainder = 0  # rows of the last batches of all processes together that are not there to fill them up; 0 for all
 
     def __iter__(self) -> Iterator[Any]:
         self.at_end = False
@@ -135,13 +136,16 @@ class PreparedLoader:
         except StopIteration:
             raise DataError("the data loader yields nothing", _why_empty(self.loader)) from None
         for following in batches:
-            yield to_device(batch, self.device)
+            yield self._placed(batch)
             batch = following
         self.at_end = True
         try:
-            yield to_device(batch, self.device)
+            yield self._placed(batch)
         finally:
             self.at_end = False
+
+    def _placed(self, batch: Any) -> Any:
+        return batch if self.device is None else to_device(batch, self.device)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # as the loader inside: an iterable one raises TypeError

@@ -11,18 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.accelerator import replay
+from halfstep.accelerator.configuration import AutocastKwargs
 from halfstep.accelerator.core import Core
 from halfstep.accelerator.facts import refuse_changed
 from halfstep.accelerator.prepared import PreparedOptimizer
-from halfstep.amp import backward_context, forward_context
+from halfstep.accelerator.settings import taken
+from halfstep.amp import autocast, backward_context, forward_context
 from halfstep.step import StepResult
 
 
 class Stepping(Core):
     """What an accelerator does in the loop."""
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The block in which prepared models run; for a loss that should run in 16 bits too."""
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """The block in which prepared models run; for a loss that should run in 16 bits too.
+
+        autocast_handler: `AutocastKwargs(enabled=False)` makes it a block in fp32.
+        """
+        if autocast_handler is not None and not taken(AutocastKwargs, autocast_handler).enabled:
+            return autocast(self.device.type, enabled=False)
         return forward_context(self.policy, self.device, self._products)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -33,7 +40,7 @@ class Stepping(Core):
         """
         window, self._held, self._opening = self._window, True, False
         if self._short is not None:  # the loader ended inside a window: what was divided by the full length is a mean over fewer
-            self.scaler.rescale_(self.gradient_accumulation_steps / window)
+            self.scaler.rescale_(self._full_window / window)
             self._short = None
         part = loss / window if window > 1 else loss
         scaled = self.scaler.scale(part)
@@ -46,27 +53,53 @@ class Stepping(Core):
 
         The last of a window is every gradient_accumulation_steps-th, and the last batch of a prepared loader.
         """
+        self._earlier, self._window = self._micro_batches, self._full_window
         self._micro_batches += 1
-        full = self._micro_batches >= self.gradient_accumulation_steps
-        self.sync_gradients = full or any(loader.at_end for loader in self._loaders)
-        self._window = self.gradient_accumulation_steps
+        full = self._micro_batches >= self._full_window
+        self.sync_gradients = full or (self._ends_with_loader and any(loader.at_end for loader in self._loaders))
         if self.sync_gradients and not full:
             self._window = self._short = self._micro_batches
         if self.sync_gradients:
             self._micro_batches = 0
+            several = self._earlier and len(self._optimizers) > 1
+            self._untouched = {id(o.optimizer): _versions(o) for o in self._optimizers} if several else {}
         self._opening = True
         try:
             yield
         finally:
-            self._window, self._opening = self.gradient_accumulation_steps, False
+            self._window, self._opening = self._full_window, False
 
-    def may_clear(self) -> bool:
-        """Whether `zero_grad` may clear gradients now: not those of a window that is going on, also not at the start of its last micro-batch."""
-        return not self._held or (self.sync_gradients and not self._opening)
+    def may_clear(self, optimizer: Optimizer) -> bool:
+        """Whether `zero_grad` may clear gradients of `optimizer` now: not those of a window that is going on.
+
+        Neither at the start of its last micro-batch, nor later in it, when it is another optimizer's turn and this one's gradients are still those of
+        the micro-batches before (a GAN's generator while its discriminator steps).
+        """
+        if id(optimizer) in self._untouched:
+            return bool(_versions(optimizer) != self._untouched[id(optimizer)])
+        if self._opening:
+            return not self._held or not self._earlier
+        return self.sync_gradients or not self._held
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip unscaled gradients to `max_norm` and return their norm before that; None, and nothing, inside a window."""
         return self.scaler.clip_grad_norm_(parameters, max_norm, norm_type) if self.sync_gradients else None
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every element of unscaled gradients to [-clip_value, clip_value]; nothing inside a window. Bad gradients stay bad."""
+        if self.sync_gradients:
+            self.scaler.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients of a prepared optimizer, of several, or of all by the loss scale, so that they can be read. Nothing inside a window.
+
+        `clip_grad_norm_` and `clip_grad_value_` do it by themselves. Raises StepOrderError when called twice before a step.
+        """
+        chosen = self._optimizers if optimizer is None else optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for one in chosen if self.sync_gradients else ():
+            inner = one.optimizer if isinstance(one, PreparedOptimizer) else one
+            if optimizer is not None or any(p.grad is not None for group in inner.param_groups for p in group["params"]):
+                self.scaler.unscale_(inner)
 
     def on_applied(self, optimizer: PreparedOptimizer, function: Callable[[], object]) -> None:
         """Call `function()` after each step of a prepared optimizer that was applied: an EMA of the weights, a counter."""
@@ -107,6 +140,7 @@ class Stepping(Core):
             self.last_step = StepResult(False, "accumulating", scale=scale, next_scale=scale)
             return self.last_step
         self._held = False
+        self._untouched.pop(id(optimizer), None)
         for model in self._models:
             if refuse_changed(model, self._signatures[id(model)], self._optimizers):
                 self.scaler.watch(model)  # parts that are new
@@ -115,3 +149,8 @@ class Stepping(Core):
         finally:
             self.scaler.update()
         return self.last_step
+
+
+def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Tells gradients that a backward pass has added to from those that it has not reached."""
+    return [(id(p.grad), p.grad._version) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

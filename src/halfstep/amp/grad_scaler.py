@@ -196,6 +196,10 @@ class GradScaler:
         total = self._engine.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm, norm_type)
         return _finite(total) if error_if_nonfinite else total
 
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp the elements of gradients to [-clip_value, clip_value], unscaling first. Bad ones are left to `step`, which refuses them."""
+        self._engine.clip_value([parameters] if isinstance(parameters, Tensor) else parameters, clip_value)
+
     def rescale_(self, factor: float) -> None:
         """Multiply the gradients of all optimizers seen so far by `factor`: for an accumulation window that ends early."""
         self._engine.rescale(factor)

@@ -29,12 +29,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     known = {id(p): p for p in chosen}
     if all(p.grad is None for p in known.values()):
         return torch.zeros((), dtype=torch.float32)
-    owners = _owners(state, known)
-    for owner in owners:
-        make_unscaled(state, owner)
-    records = [state.record(owner) for owner in owners]
-    unfit = [(o, r.verdict) for o, r in zip(owners, records, strict=True) if r.verdict is not None and not r.verdict.fit]
-    refused = {id(p) for o, _ in unfit for p in parameters(o)} - {id(p) for o in owners if o not in [u for u, _ in unfit] for p in parameters(o)}
+    owners, records, unfit, refused = _judged(state, known)
     used = [p for i, p in known.items() if i not in refused and p.grad is not None]
     total = _clip_fit(state, owners, records, used, max_norm, norm_type) if used else torch.zeros((), dtype=torch.float32)
     for owner, _ in unfit:
@@ -47,6 +42,36 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     return torch.tensor(next((n for n in sizes if math.isnan(n)), max(sizes)), device=spoilt[0].device, dtype=torch.float32)
 
 
+def clip_value(state: StepState, chosen: Iterable[Tensor], value: float) -> None:
+    """Clamp the elements of the gradients of `chosen` parameters to [-value, value], unscaling first what is still scaled.
+
+    Bad gradients, and what else only a step will use that is refused for them, are left as they are: a clamped inf would look like a good number.
+    """
+    if not value >= 0:
+        raise ConfigError(f"clip_value={value}", "Use a number of 0 or more.")
+    known = {id(p): p for p in chosen}
+    if all(p.grad is None for p in known.values()):
+        return
+    owners, records, _, refused = _judged(state, known)
+    grads = [p.grad for i, p in known.items() if i not in refused and p.grad is not None]
+    if any(g.is_sparse for g in grads):
+        raise ConfigError("clip_grad_value_ was given a sparse gradient", "Use clip_grad_norm_.")
+    values = [v for g in grads if (v := numerics.stored(g)).numel()]
+    if not values:
+        return
+    device = values[0].device
+    over = torch.stack([n.to(device, torch.float32) for n in torch._foreach_norm(values, float("inf"))]).amax() > value
+    clipped = False
+    if any(r.evidence for r in records):  # known when the verdict is read
+        for record in records:
+            record.signs.append(over)
+    else:
+        clipped = bool(over)
+    torch._foreach_clamp_min_(values, -value)
+    torch._foreach_clamp_max_(values, value)
+    _note(state, owners, records, clipped)
+
+
 def clip_to(norm: float, max_norm: float) -> float:
     """What gradients of this norm are to be multiplied by. Raises ConfigError when `max_norm` is none."""
     refuse_norm(max_norm)
@@ -57,6 +82,17 @@ def refuse_norm(max_norm: float) -> None:
     """Raise ConfigError when `max_norm` is no norm."""
     if not max_norm >= 0:
         raise ConfigError(f"max_norm={max_norm} is no norm", "Use a number of 0 or more.")
+
+
+def _judged(state: StepState, known: dict[int, Tensor]) -> tuple[list[Any], list[Record], list[tuple[Any, Verdict]], set[int]]:
+    """The optimizers that hold these parameters, unscaled: with where they stand, those that will be refused, and the parameters only those hold."""
+    owners = _owners(state, known)
+    for owner in owners:
+        make_unscaled(state, owner)
+    records = [state.record(owner) for owner in owners]
+    unfit = [(o, r.verdict) for o, r in zip(owners, records, strict=True) if r.verdict is not None and not r.verdict.fit]
+    refused = {id(p) for o, _ in unfit for p in parameters(o)} - {id(p) for o in owners if o not in [u for u, _ in unfit] for p in parameters(o)}
+    return owners, records, unfit, refused
 
 
 def _owners(state: StepState, known: dict[int, Tensor]) -> list[Any]:
@@ -117,12 +153,17 @@ def _clip_fit(state: StepState, owners: list[Any], records: list[Record], used: 
     else:
         total = torch.nn.utils.clip_grad_norm_(used, max_norm, norm_type)
         clipped = not later and numerics.clip_factor(float(total), max_norm) < 1.0
+    _note(state, owners, records, clipped)
+    return total
+
+
+def _note(state: StepState, owners: list[Any], records: list[Record], clipped: bool) -> None:
+    """The gradients of these optimizers were changed by a clip, and are still those that were judged."""
     for owner, record in zip(owners, records, strict=True):
         if record.verdict is None or record.verdict.fit:
             record.clipped = record.clipped or clipped
             record.marks = marks(gradients(owner))
             state.ledger.use(parameters(owner))
-    return total
 
 
 def _clip_by_norm(grads: list[Tensor], max_norm: float, measured: float | None) -> tuple[Tensor, float]:

@@ -288,6 +288,10 @@ class StepEngine:
         """Clip the gradients of `chosen` parameters to `max_norm`, unscaling them first. Returns their norm before clipping, a scalar tensor."""
         return clipping.clip(self.state, chosen, max_norm, norm_type)
 
+    def clip_value(self, chosen: Iterable[Tensor], value: float) -> None:
+        """Clamp the elements of the gradients of `chosen` parameters to [-value, value], unscaling them first."""
+        clipping.clip_value(self.state, chosen, value)
+
     @contextmanager
     def edits(self) -> Iterator[None]:
         """Inside, gradients that are still scaled may be changed by something that does not depend on the scale."""

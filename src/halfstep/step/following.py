@@ -15,7 +15,11 @@ class Follower:
     So a refused step, or a micro-batch inside a window, does not use up the schedule; a call per epoch works as ever. While the
     verdict on a step is still on the device the call waits in line, and is carried out before the next step; `get_last_lr()`
     may lag one step then. Everything else is the scheduler's.
+
+    times: by how many steps it advances at once; the number of processes, for a schedule whose length counts the batches of one of them.
     """
+
+    times = 1
 
     def __init__(self, scheduler: Any, engine: StepEngine, optimizer: Optimizer) -> None:
         self.scheduler = scheduler
@@ -31,7 +35,10 @@ class Follower:
         applied = self._engine.state.record(self._optimizer).applied
         if applied != self._seen:
             self._seen = applied
-            self.scheduler.step(*args, **kwargs)
+            for _ in range(self.times):
+                if self.times > 1 and self.scheduler._step_count > getattr(self.scheduler, "total_steps", float("inf")):
+                    break  # a last window with fewer batches than processes: OneCycleLR has no further steps
+                self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's state, with the last step heard."""

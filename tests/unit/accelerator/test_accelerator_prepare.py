@@ -67,12 +67,19 @@ def test_two_of_a_kind_are_told_apart() -> None:
     assert ready[1].optimizer is second
 
 
-@pytest.mark.parametrize("thing", [3, "model", None, [model()], torch.zeros(2), lambda: 0])
+@pytest.mark.parametrize("thing", [3, "model", [model()], object(), torch.zeros(2), lambda: 0])
 def test_other_kinds_are_refused_by_name(thing: object) -> None:
     with pytest.raises(ConfigError) as caught:
         Accelerator(cpu=True).prepare(thing)
     assert caught.value.cause == f"prepare() was given a {type(thing).__name__}"
     assert "modules, torch optimizers, DataLoaders and learning rate schedulers" in caught.value.remedy
+
+
+def test_a_class_is_told_from_an_object_of_it_and_none_stays_none() -> None:
+    with pytest.raises(ConfigError, match="the class Linear, not an object of it"):
+        Accelerator(cpu=True).prepare(nn.Linear)
+    net = model()
+    assert Accelerator(cpu=True).prepare(net, None) == (net, None)
 
 
 def test_a_scheduler_without_its_optimizer_is_refused() -> None:
@@ -94,7 +101,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest(word: str, near: str) -
 
 
 def test_an_argument_like_none_gets_the_list() -> None:
-    with pytest.raises(ConfigError, match="Known: agree, cpu, gradient_accumulation_steps, heal, mixed_precision, on_overflow, patience, precision"):
+    with pytest.raises(ConfigError, match="Known: agree, cpu, dataloader_config, device_placement, dynamo_backend, dynamo_plugin"):
         Accelerator(zzz=1)
 
 
