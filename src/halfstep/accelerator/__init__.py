@@ -10,6 +10,7 @@ from halfstep.accelerator.configuration import GradScalerKwargs as GradScalerKwa
 from halfstep.accelerator.configuration import InitProcessGroupKwargs as InitProcessGroupKwargs
 from halfstep.accelerator.configuration import ProjectConfiguration as ProjectConfiguration
 from halfstep.accelerator.configuration import TorchDynamoPlugin as TorchDynamoPlugin
+from halfstep.accelerator.position import EpochStart as EpochStart
 from halfstep.accelerator.prepared import PreparedLoader as PreparedLoader
 from halfstep.accelerator.prepared import PreparedOptimizer as PreparedOptimizer
 from halfstep.accelerator.prepared import to_device as to_device
@@ -25,6 +26,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "EpochStart",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
-from halfstep.checkpoint import capture, restore, seed_everything
+from halfstep.accelerator import EpochStart
+from halfstep.checkpoint import seed_everything
 from halfstep.errors import DataError, suggest
 
 LABELS = ("labels", "label", "label_ids")
@@ -147,11 +148,11 @@ def is_ours(loader: Any) -> bool:
     return isinstance(getattr(loader, "batch_sampler", None), EpochBatches)
 
 
-def from_batch(loader: Any, epoch: int, start: int, random_at_epoch: dict[str, Any] | None = None) -> Iterator[Any]:
+def from_batch(loader: Any, epoch: int, start: int, begun: EpochStart | None = None) -> Iterator[Any]:
     """The batches of pass `epoch` over `loader` from number `start` on.
 
-    One of our loaders skips without reading. Another's is started with the random states in which this pass began
-    (`random_at_epoch`), so that it shuffles as it did, and read past; the random states of now are then put back.
+    One of our loaders skips without reading. Another's is started as this pass began (`begun`), so that it shuffles as it did,
+    and read past; the random states of now are then put back.
     """
     batches = getattr(loader, "batch_sampler", None)
     if isinstance(batches, EpochBatches):
@@ -159,32 +160,15 @@ def from_batch(loader: Any, epoch: int, start: int, random_at_epoch: dict[str, A
         batches.epoch, batches.start = epoch, 0 if workers else start
         loader.generator.manual_seed(batches.seed + epoch)  # seeds worker processes, so that they do not depend on the epochs before
         return itertools.islice(loader, start, None) if workers else iter(loader)
-    if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
-        loader.sampler.set_epoch(epoch)
-    if not start:
-        return iter(loader)
-    now = capture()
-    restore(random_at_epoch or now)
-    iterator: Iterator[Any] = iter(loader)
-    for _ in range(start):
-        next(iterator, None)
-    restore(now)
-    return iterator
-
-
-class EpochStart:
-    """The random states in which a pass over a loader of the user's began; goes into checkpoints. Empty for our own loaders."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The random states."""
-        return self.states
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over saved random states."""
-        self.states = state
+    told: list[Any] = [getattr(loader, name, None) for name in ("sampler", "dataset")]
+    for item in told:
+        if hasattr(item, "set_epoch"):
+            item.set_epoch(epoch)
+    begun = begun if begun is not None else EpochStart()
+    if start:
+        return begun.again(loader, start)
+    begun.begin(loader)
+    return iter(loader)
 
 
 def default_data_collator(features: list[Any]) -> dict[str, Tensor]:

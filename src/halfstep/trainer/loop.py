@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from halfstep.accelerator import Accelerator, to_device
-from halfstep.checkpoint import capture
+from halfstep.accelerator import Accelerator, EpochStart, to_device
 from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedError
 from halfstep.step import StepResult
 from halfstep.trainer import outputs
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.build import lengths, step_options
 from halfstep.trainer.callbacks import CallbackList
-from halfstep.trainer.data import EpochStart, count_inputs, from_batch, is_ours
+from halfstep.trainer.data import count_inputs, from_batch
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import TrainOutput, check_batch, record_of
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
@@ -161,9 +160,7 @@ class TrainingLoop(ABC):
         """Every step of the run, epoch by epoch, with its logging, evaluation and saving."""
         while not self._finished():
             self._event("on_epoch_begin")
-            if self.state.batches_in_epoch == 0:
-                self._epoch_start.states = {} if is_ours(loader) else capture()
-            batches = from_batch(loader, self.state.epoch_index, self.state.batches_in_epoch, self._epoch_start.states)
+            batches = from_batch(loader, self.state.epoch_index, self.state.batches_in_epoch, self._epoch_start)
             while window := list(itertools.islice(batches, self.args.gradient_accumulation_steps)):
                 yield self._step(window, loader)
                 self._act()
