@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -42,6 +43,8 @@ class Core:
         self.device = device
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._registered: list[Any] = []
+        self._save_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Any] = OrderedDict()
         self._flag = False  # see `set_trigger`
         self.forget()
 

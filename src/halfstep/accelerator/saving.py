@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from halfstep import checkpoint
 from halfstep.accelerator.decided import go_on_with
+from halfstep.accelerator.folders import count_on, folder_to_load, folder_to_save, keep_newest, write_object
 from halfstep.accelerator.preparing import Preparing
 from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, pin_as_saved, refuse_state
 from halfstep.amp import bound_policy, convert, layout, model_state
@@ -36,11 +38,41 @@ class Saving(Preparing):
         )
         return {name if i == 0 else f"{name}_{i}": item for name, items in kinds for i, item in enumerate(items)}
 
-    def save_state(self, output_dir: str | Path, about: Mapping[str, Any] | None = None) -> Path:
+    def register_save_state_pre_hook(self, hook: Callable[[list[nn.Module], list[dict[str, Tensor]], str], object]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` at each `save_state`, to write files of your own into the folder.
+
+        It is called when the checkpoint is whole. models: the prepared ones; weights: a state dict of each (`get_state_dict`). What a hook removes
+        from these lists stays in the checkpoint. The handle's `remove()` ends it.
+        """
+        return _add(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[[list[nn.Module], str], object]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` at each `load_state`, before anything is put back. The handle's `remove()` ends it."""
+        return _add(self._load_hooks, hook)
+
+    @property
+    def project_dir(self) -> str | Path | None:
+        """The folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | Path | None:
+        """The folder of trackers that write files."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    def save_state(self, output_dir: str | Path | None = None, about: Mapping[str, Any] | None = None, *, safe_serialization: bool = True) -> Path:
         """Write models, optimizers, schedulers, loss scale, random states and registered objects; atomic. Returns the folder.
 
-        about: plain values of your own for the checkpoint's manifest.json.
+        output_dir: its folder; left out with automatic_checkpoint_naming (`ProjectConfiguration`), which numbers folders and keeps total_limit of
+        them. about: plain values of your own for the checkpoint's manifest.json.
         """
+        _refuse_pickle(safe_serialization)
+        folder = folder_to_save(self.project_configuration, output_dir)
         if self._micro_batches:
             done = f"after {self._micro_batches} of {self.gradient_accumulation_steps} micro-batches"
             raise StepOrderError(
@@ -60,8 +92,12 @@ class Saving(Preparing):
         masters = masters_beside(models, self._optimizers)
         own["models"] = {name: facts_to_export(name, item, self._optimizers, masters) for name, item in models.items()}
         parts |= {"masters": masters} if masters else {}
-        folder = checkpoint.save(output_dir, parts, dict(about or {}) | own)
+        folder = checkpoint.save(folder, parts, dict(about or {}) | own)
         self.scaler.note_checkpoint(str(folder))
+        for hook in self._save_hooks.values():
+            hook(list(self._models), [self.get_state_dict(model) for model in self._models], str(folder))
+        self.project_configuration.iteration += 1
+        keep_newest(self.project_configuration)
         return folder
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
@@ -69,21 +105,31 @@ class Saving(Preparing):
         state: dict[str, Tensor] = model_state(self.unwrap_model(model))
         return state
 
-    def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Write an object in the main process, by `torch.save`; safe_serialization: a mapping of tensors as safetensors. Whole or not at all."""
+        if self.ranks.is_main:
+            write_object(obj, f, safe_serialization)
+
+    def save_model(self, model: nn.Module, save_directory: str | Path, *, safe_serialization: bool = True) -> None:
         """Write a prepared model alone into a folder, weights as in `get_state_dict`.
 
         By its own `save_pretrained` where it has one, else as model.safetensors.
         """
+        _refuse_pickle(safe_serialization)
         checkpoint.write_model(self.unwrap_model(model), Path(save_directory), self.get_state_dict(model))
 
-    def load_state(self, input_dir: str | Path) -> None:
+    def load_state(self, input_dir: str | Path | None = None) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.
 
+        input_dir: left out with automatic_checkpoint_naming, the newest of the project.
         Raises CheckpointError when it is truncated, made under another policy, or for other models.
         """
+        input_dir = folder_to_load(self.project_configuration, input_dir)
         loaded = checkpoint.load(input_dir)
         parts = self._parts()
         refuse_state(loaded, parts, self.policy)
+        for hook in self._load_hooks.values():
+            hook(list(self._models), str(input_dir))
         go_on_with(loaded, self.policy, self.device, self._products, self._models)
         for name, item in parts.items():
             if isinstance(item, nn.Module):
@@ -101,8 +147,22 @@ class Saving(Preparing):
         self._micro_batches = 0
         checkpoint.restore(loaded.parts["random"]["ranks"][0])
         self.scaler.note_checkpoint(str(input_dir))
+        count_on(self.project_configuration, input_dir)
 
     def _lay_out(self, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
         """Before a state is loaded: the weights that were 16-bit in the run that saved it are so here too, whatever the first batch would show."""
         if saved is not None and bound_policy(model) is not None and layout(model)["16bit"] != saved["16bit"]:
             convert(model, self.policy, saved["16bit"])
+
+
+def _add(hooks: dict[int, Any], hook: Any) -> RemovableHandle:
+    if not callable(hook):
+        raise ConfigError(f"a {type(hook).__name__} was given as a hook", "Give it a function.")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _refuse_pickle(safe_serialization: bool) -> None:
+    if not safe_serialization:
+        raise ConfigError("safe_serialization=False would write weights as pickles, which run code when they are read", "Leave it out.")

@@ -32,7 +32,7 @@ class OnceLogger(logging.LoggerAdapter[logging.Logger]):
         """One message, if it is this process's to give."""
         if not self.isEnabledFor(level):
             return
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         mine = rank_here()
         if in_order and dist.is_available() and dist.is_initialized():
             for rank in range(dist.get_world_size()):
@@ -47,7 +47,7 @@ class OnceLogger(logging.LoggerAdapter[logging.Logger]):
         said = self.__dict__.setdefault("_said", set())
         if (str(msg), args) not in said:
             said.add((str(msg), args))
-            self.warning(msg, *args, **kwargs)
+            self.warning(msg, *args, stacklevel=kwargs.pop("stacklevel", 1) + 1, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> OnceLogger:
