@@ -7,6 +7,7 @@ from halfstep.optim.base import MasteredOptimizer as MasteredOptimizer
 from halfstep.optim.choose import with_masters as with_masters
 from halfstep.optim.codec import CODECS as CODECS
 from halfstep.optim.fused import FusedAdamW as FusedAdamW
+from halfstep.optim.lion import Lion as Lion
 from halfstep.optim.loading import adopt as adopt
 from halfstep.optim.loading import saved_master as saved_master
 from halfstep.optim.masters import HALF as HALF

@@ -16,14 +16,15 @@ from halfstep.checkpoint import seed_everything
 from halfstep.errors import ConfigError, refuse_unknown
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
-from halfstep.trainer.build import make_optimizer, make_scheduler
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
 from halfstep.trainer.columns import label_names_of, taken_columns, without_unused
 from halfstep.trainer.data import Collator, ColumnFilter, default_data_collator, make_loader
 from halfstep.trainer.loop import TrainingLoop
+from halfstep.trainer.optimizers import make_optimizer
 from halfstep.trainer.outputs import EvalPrediction, LossFunction, PredictionOutput, accepts, explained, loss_of, predictions_of
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.run import MetricsWriter, RunFolder
+from halfstep.trainer.schedules import make_scheduler
 
 
 class Trainer(TrainingLoop):

@@ -118,7 +118,8 @@ def test_old_names_work() -> None:
 )
 def test_a_default_of_the_demo_does_not_contradict_what_is_asked_for(argv: list[str], name: str, value: object) -> None:
     from halfstep.demo import GPT, GPTConfig
-    from halfstep.trainer.build import make_optimizer, make_scheduler
+    from halfstep.trainer.optimizers import make_optimizer
+    from halfstep.trainer.schedules import make_scheduler
 
     args = arguments(*argv)
     assert getattr(args, name) == value
@@ -135,7 +136,8 @@ def test_a_precision_on_the_command_line_wins_however_it_is_spelled(config: dict
 @pytest.mark.parametrize("argv", [["--eval_strategy", "no"], ["--lr_scheduler_type", "constant"], ["--warmup_ratio", "0.1"]])
 def test_the_command_line_wins_over_the_noted_settings_of_a_run_whole(argv: list[str]) -> None:
     """A run's config.yaml has every setting in it, those too that what is asked for now makes void."""
-    from halfstep.trainer.build import make_optimizer, make_scheduler
+    from halfstep.trainer.optimizers import make_optimizer
+    from halfstep.trainer.schedules import make_scheduler
 
     noted = write("c.yaml", **configure([])[0] | {"output_dir": ""})
     args = arguments(noted, *argv)

@@ -9,7 +9,8 @@ from torch import nn
 import halfstep
 from halfstep import TrainingArguments
 from halfstep.errors import ConfigError
-from halfstep.trainer.build import make_optimizer, make_scheduler
+from halfstep.trainer.optimizers import make_optimizer
+from halfstep.trainer.schedules import make_scheduler
 
 
 def model() -> nn.Module:

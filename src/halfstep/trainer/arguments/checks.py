@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError, suggest
 from halfstep.trainer.arguments.optimizers import check_optimizer
+from halfstep.trainer.arguments.schedules import check_schedule
 from halfstep.trainer.arguments.values import SPACED
 
 ARTICLES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
@@ -122,7 +123,7 @@ def check_ranges(args: Any) -> None:
 def check_together(args: Any) -> None:
     """Refuse settings that contradict each other or have no effect."""
     check_optimizer(args)
-    _check_schedule(args)
+    check_schedule(args)
     _check_evaluation(args)
     _check_best(args)
     _check_logging(args)
@@ -140,17 +141,6 @@ def check_together(args: Any) -> None:
             raise ConfigError(f"{name}={value!r} has no effect without worker processes", "Use dataloader_num_workers=1 or more.")
     if args.bf16_full_eval and args.fp16_full_eval:
         raise ConfigError("bf16_full_eval=True and fp16_full_eval=True were both given", "Leave one of them out.")
-
-
-def _check_schedule(args: Any) -> None:
-    kind = args.lr_scheduler_type
-    if args.warmup_steps and args.warmup_ratio:
-        raise ConfigError("warmup_steps and warmup_ratio were both given", "Leave one of them out.")
-    if kind in ("constant", "reduce_lr_on_plateau") and (args.warmup_steps or args.warmup_ratio):
-        instead = "Use constant_with_warmup." if kind == "constant" else "Leave warmup_steps and warmup_ratio out."
-        raise ConfigError(f"warm-up has no effect with lr_scheduler_type={kind!r}", instead)
-    if kind == "reduce_lr_on_plateau" and args.eval_strategy == "no":
-        raise ConfigError("lr_scheduler_type='reduce_lr_on_plateau' follows evaluations, and there are none", "Use eval_strategy='steps' or 'epoch'.")
 
 
 def _check_evaluation(args: Any) -> None:
