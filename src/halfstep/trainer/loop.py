@@ -26,6 +26,7 @@ from halfstep.trainer.outputs import TrainOutput, check_batch, record_of
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
 from halfstep.trainer.rules import follow_rules, note_pins
 from halfstep.trainer.run import RunFolder
+from halfstep.trainer.schedules import follows_metric, metric_of
 from halfstep.trainer.state import Losses, TrainerControl, TrainerState
 
 
@@ -53,6 +54,7 @@ class TrainingLoop(ABC):
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
         self._clips_late = False  # clipping is left to the optimizer's own pass
+        self._follows_metric = False  # the schedule moves with evaluations and not with steps
         self._last: StepResult | None = None
 
     @abstractmethod
@@ -145,6 +147,7 @@ class TrainingLoop(ABC):
         optimizer = self.create_optimizer()
         scheduler = self.create_scheduler(self.state.max_steps, optimizer)
         self.optimizer_in_use, self.scheduler_in_use = self.accelerator.prepare(optimizer, scheduler)
+        self._follows_metric = follows_metric(self.scheduler_in_use)
         self.accelerator.register_for_checkpointing(self.state, self._epoch_start)
         return loader
 
@@ -197,7 +200,8 @@ class TrainingLoop(ABC):
         self.state.epoch = self.state.epoch_index + self.state.batches_in_epoch / size
         if result:
             self._event("on_optimizer_step", step_result=result)
-            self.scheduler_in_use.step()
+            if not self._follows_metric:
+                self.scheduler_in_use.step()
             self.state.global_step += 1
         else:
             self._skipped(result)
@@ -252,7 +256,9 @@ class TrainingLoop(ABC):
             self.control.should_log = False
             self._log_window()
         if self.control.should_evaluate:
-            self.evaluate()
+            found = self.evaluate()
+            if self._follows_metric and self.state.global_step:
+                self.scheduler_in_use.scheduler.step(metric_of(self.args, found))
             self.control.should_evaluate = False  # only now: Ctrl-C during an evaluation leaves it due
         if self.control.should_save:
             self.control.should_save = False

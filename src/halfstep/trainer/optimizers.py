@@ -67,13 +67,13 @@ def _class(args: TrainingArguments, model: nn.Module, trainable: list[nn.Paramet
     """What makes the optimizer of `args.optim` from groups of parameters."""
     if args.optim not in TAKES:
         return _named(args.optim)
-    plain = {
+    plain: dict[str, Callable[..., Optimizer]] = {
         "lion": Lion,
         "sgd": torch.optim.SGD,
         "adafactor": torch.optim.Adafactor,
         "rmsprop": torch.optim.RMSprop,
         "adagrad": torch.optim.Adagrad,
-        "adamw_torch": torch.optim.AdamW,
+        "adamw_torch": functools.partial(torch.optim.AdamW, fused=False),
     }
     if args.optim in plain:
         return plain[args.optim]
