@@ -153,6 +153,14 @@ def _binds(part: nn.Module) -> bool:
     return called and not isinstance(part, torch.jit.ScriptModule)
 
 
+def settle_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let a bound module decide now on its weights, as its first call with these arguments would; nothing for a module that has nothing to decide."""
+    made, forward = layout_of(module), module.__dict__.get("forward")
+    under = getattr(getattr(forward, "__func__", None), "halfstep_under", None)
+    if made is not None and not made.settled and under is not None:
+        settle(module, made, under, args, kwargs)
+
+
 def inner_function(module: nn.Module) -> Callable[..., Any]:
     """The forward method of a module, before it was bound as a part of another, as a function of (module, ...).
 

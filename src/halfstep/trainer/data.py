@@ -109,16 +109,19 @@ def make_loader(
     pin: bool = False,
     prefetch: int | None = None,
     persistent: bool = False,
+    started: str | None = None,
     lengths: Sequence[int] | None = None,
     grouped: int = 1,
 ) -> DataLoader[Any]:
     """A DataLoader over a map-style dataset (with an `EpochBatches` sampler) or an iterable one.
 
     pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there. prefetch: batches that each worker makes ahead.
-    persistent: workers stay between passes. lengths, grouped: as in `EpochBatches`.
+    persistent: workers stay between passes. started: how they are (fork, spawn, forkserver); the system's way when not given.
+    lengths, grouped: as in `EpochBatches`.
     It has a random generator of its own, so that starting it leaves torch's random state alone.
     """
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin, "prefetch_factor": prefetch, "persistent_workers": persistent}
+    options["multiprocessing_context"] = started
     own = torch.Generator().manual_seed(seed)
     if isinstance(dataset, Iterator):
         raise DataError(

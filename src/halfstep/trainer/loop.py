@@ -20,7 +20,9 @@ from halfstep.trainer import outputs
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.build import lengths, step_options
 from halfstep.trainer.callbacks import CallbackList
+from halfstep.trainer.changes import Changes
 from halfstep.trainer.data import count_inputs, from_batch
+from halfstep.trainer.fitting import FixedBatch, OutOfMemory, is_out_of_memory
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import TrainOutput, check_batch, record_of
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
@@ -42,6 +44,8 @@ class TrainingLoop(ABC):
     control: TrainerControl
     label_names: tuple[str, ...]
     settings: dict[str, Any]  # what config.yaml gets
+    _changes: Changes  # what is done to the model while it is used
+    _batch: FixedBatch  # how many samples a micro-batch has
     optimizer_in_use: Any
     scheduler_in_use: Any
 
@@ -91,17 +95,22 @@ class TrainingLoop(ABC):
         checkpoint = self.run.find(wanted) if wanted else None
         if checkpoint is None or not self.run.owns(checkpoint):
             self.run.check(self.args.overwrite_output_dir)
-        self._loader = self._set_up()
-        try:
-            self._enter(checkpoint)
-            return self._train()
-        finally:
-            self.run.leave()
+        self._batch.begin(self.model, checkpoint)
+        with self._changes.in_training():
+            while True:
+                self._loader = self._set_up()
+                try:
+                    self._enter(checkpoint)
+                    return self._train()
+                except OutOfMemory as error:
+                    self._batch.shrink(self.model, error.__cause__ or error)
+                finally:
+                    self.run.leave()
 
     def _enter(self, checkpoint: Path | None) -> None:
         """Begin a run in its folder, or go on from a checkpoint."""
         if checkpoint is None:
-            self.run.begin(self.settings, self.args.overwrite_output_dir)
+            self.run.begin(self.settings, self.args.overwrite_output_dir or self._batch.tried > 0)
             if told := follow_rules(self.args, self.run.path, self.model):
                 self.log(told)
         else:
@@ -234,6 +243,10 @@ class TrainingLoop(ABC):
                 result = self.optimizer_in_use.step(**late)
         except (DivergedError, StepRefusedError) as error:
             self._skipped(error.result)
+            raise
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory from error
             raise
         if result.reason == "no-gradients":
             raise ConfigError(f"the step had nothing to do: {result.detail}", "Make the optimizer from the parameters of the trained model.")

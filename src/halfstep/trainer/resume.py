@@ -10,10 +10,12 @@ from halfstep.errors import CheckpointError
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.data import is_ours
 
+BATCH = "per_device_train_batch_size"
 KEPT = (  # where the batches are, or what the optimizer's and the schedule's saved state holds
-    "per_device_train_batch_size",
+    BATCH,
     "gradient_accumulation_steps",
     "dataloader_drop_last",
+    "train_sampling_strategy",
     "optim",
     "optim_args",
     "learning_rate",
@@ -30,8 +32,8 @@ KEPT = (  # where the batches are, or what the optimizer's and the schedule's sa
 
 def settings_to_keep(args: TrainingArguments, loader: Any) -> dict[str, Any]:
     """The settings of a run that goes into each checkpoint's manifest, with the seed of the data's order and the number of samples."""
-    samples = len(loader.dataset) if is_ours(loader) else None
-    return {name: getattr(args, name) for name in KEPT} | {"data_seed": args.order_seed, "training samples": samples}
+    found = {name: getattr(args, name) for name in KEPT} | {"data_seed": args.order_seed, "training samples": None}
+    return found | {"training samples": len(loader.dataset), BATCH: loader.batch_sampler.batch_size} if is_ours(loader) else found
 
 
 def refuse_other_settings(folder: Path, now: dict[str, Any]) -> None:

@@ -14,17 +14,23 @@ from torch.utils.data import DataLoader
 
 from halfstep.checkpoint import seed_everything
 from halfstep.errors import ConfigError, refuse_unknown
+from halfstep.hardware import default_device
 from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
-from halfstep.trainer.columns import label_names_of, taken_columns, without_unused
+from halfstep.trainer.changes import Changes
+from halfstep.trainer.collators import DecoderInputs
+from halfstep.trainer.columns import label_names_of, lengths_of, taken_columns, without_unused
 from halfstep.trainer.data import Collator, ColumnFilter, default_data_collator, make_loader
+from halfstep.trainer.fitting import FittingBatch, FixedBatch
+from halfstep.trainer.fused import use_fused_kernels
 from halfstep.trainer.loop import TrainingLoop
 from halfstep.trainer.optimizers import make_optimizer
 from halfstep.trainer.outputs import EvalPrediction, LossFunction, PredictionOutput, accepts, explained, loss_of, predictions_of
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.run import MetricsWriter, RunFolder
 from halfstep.trainer.schedules import make_scheduler
+from halfstep.trainer.smoothing import smoother_for
 
 
 class Trainer(TrainingLoop):
@@ -69,6 +75,7 @@ class Trainer(TrainingLoop):
         self._takes_labels = accepts(model.forward, self.label_names)
         self._ignored = tuple(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
         self.model = model
+        self._change(model)
         self.accelerator = self._fresh_accelerator()
         self.callbacks = CallbackList([Pace(), MetricsWriter(self.run)])
         for callback in (*(() if self.args.disable_tqdm else (ProgressCallback(),)), *(callbacks or ())):
@@ -76,6 +83,27 @@ class Trainer(TrainingLoop):
         self.settings = self.args.to_dict()
         self._wants_predictions = False
         self._event("on_init_end")
+
+    def _change(self, model: nn.Module) -> None:
+        """Set up what the arguments do to the model, its batches and its loss."""
+        a = self.args
+        self._batch = FittingBatch(a.per_device_train_batch_size) if a.auto_find_batch_size else FixedBatch(a.per_device_train_batch_size)
+        if a.auto_find_batch_size and self.optimizer is not None:
+            raise ConfigError(
+                "auto_find_batch_size=True begins a run again, and the optimizer that was given cannot",
+                "Name it in args.optim, or override create_optimizer.",
+            )
+        if a.use_liger_kernel:
+            use_fused_kernels(model, default_device(a.use_cpu))
+        if a.label_smoothing_factor > 0:
+            if self.compute_loss_func is not None:
+                raise ConfigError(
+                    f"label_smoothing_factor={a.label_smoothing_factor} has no effect with a compute_loss_func of your own",
+                    "Smooth the labels in it (torch.nn.functional.cross_entropy has label_smoothing=), or leave one of them out.",
+                )
+            self.compute_loss_func = smoother_for(model, a.label_smoothing_factor, self.label_names)
+            self.data_collator = DecoderInputs(self.data_collator, model)
+        self._changes = Changes(model, a)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback after those there are."""
@@ -86,7 +114,9 @@ class Trainer(TrainingLoop):
         if self.train_dataset is None:
             raise ConfigError("train() needs training data", "Pass train_dataset= to the Trainer.")
         a = self.args
-        return self._load(self.train_dataset, a.per_device_train_batch_size, shuffle=True, seed=a.order_seed, drop_last=a.dataloader_drop_last)
+        size, lengths = self._batch.size, lengths_of(self.train_dataset, a.length_column_name) if a.group_by_length else None
+        order: dict[str, Any] = {"shuffle": a.train_sampling_strategy != "sequential", "seed": a.order_seed, "drop_last": a.dataloader_drop_last}
+        return self._load(self.train_dataset, size, **order, lengths=lengths, grouped=size * a.gradient_accumulation_steps)
 
     def get_eval_dataloader(self, dataset: Any = None) -> DataLoader[Any]:
         """The loader of evaluation data, in order."""
@@ -96,8 +126,14 @@ class Trainer(TrainingLoop):
         return self._load(data, self.args.per_device_eval_batch_size, shuffle=False, seed=self.args.seed, drop_last=False)
 
     def _load(self, data: Any, batch_size: int, **order: Any) -> DataLoader[Any]:
-        pin, workers = self.accelerator.device.type == "cuda", self.args.dataloader_num_workers
-        return make_loader(without_unused(data, self._taken), self.data_collator, batch_size=batch_size, workers=workers, pin=pin, **order)
+        a = self.args
+        workers: dict[str, Any] = {
+            "workers": a.dataloader_num_workers,
+            "prefetch": a.dataloader_prefetch_factor,
+            "persistent": a.dataloader_persistent_workers,
+        }
+        workers |= {"pin": a.dataloader_pin_memory and self.accelerator.device.type == "cuda", "started": a.dataloader_multiprocessing_context}
+        return make_loader(without_unused(data, self._taken), self.data_collator, batch_size=batch_size, **workers, **order)
 
     def create_optimizer(self) -> Optimizer:
         """The optimizer: the one given, or that of `args.optim`."""
@@ -158,7 +194,8 @@ class Trainer(TrainingLoop):
         return PredictionOutput(result.predictions, result.labels, metrics)
 
     def _pass(self, loader: Iterable[Any]) -> evaluation.Evaluation:
-        return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, self._after_prediction)
+        with self._changes.in_use():
+            return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, self._after_prediction)
 
     def _after_prediction(self) -> None:
         self._event("on_prediction_step")
