@@ -13,6 +13,7 @@ from halfstep.accelerator.configuration import TorchDynamoPlugin as TorchDynamoP
 from halfstep.accelerator.position import EpochStart as EpochStart
 from halfstep.accelerator.prepared import PreparedLoader as PreparedLoader
 from halfstep.accelerator.prepared import PreparedOptimizer as PreparedOptimizer
+from halfstep.accelerator.prepared import skip_first_batches as skip_first_batches
 from halfstep.accelerator.prepared import to_device as to_device
 from halfstep.accelerator.seeding import set_seed as set_seed
 from halfstep.distributed import get_logger as get_logger
@@ -39,5 +40,6 @@ __all__ = [
     "TorchDynamoPlugin",
     "get_logger",
     "set_seed",
+    "skip_first_batches",
     "to_device",
 ]

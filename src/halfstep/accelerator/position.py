@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -31,8 +32,11 @@ class EpochStart:
         self._waiting = []
         self._random, self._generators = capture(), [g.get_state() for g in self._drawn_from]
 
-    def again(self, loader: Any, batches: int) -> Iterator[Any]:
-        """The pass once more, read past its first `batches`; the random states of the process are then those of now."""
+    def again(self, loader: Any, batches: int, ahead: int = 0) -> Iterator[Any]:
+        """The pass once more, read past its first `batches`; the random states of the process are then those of now.
+
+        ahead: batches after them that had been read by now.
+        """
         self._drawn_from, self._waiting = _generators(loader), []
         if len(self._generators) == len(self._drawn_from):
             _set(self._drawn_from, self._generators)
@@ -48,8 +52,9 @@ class EpochStart:
                 "the iterable dataset draws from torch's own random generator while it is read, between the numbers that the model draws: "
                 "the batches from here on may differ from those of a run that never stopped. Give the dataset a generator of its own."
             )
+        held = list(itertools.islice(iterator, ahead))
         restore(now)
-        return iterator
+        return itertools.chain(held, iterator)
 
     def state_dict(self) -> dict[str, Any]:
         """The random states at the beginning, and those of the generators now; empty before any pass."""

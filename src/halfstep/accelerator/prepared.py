@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, IterableDataset
 
-from halfstep.errors import DataError
+from halfstep.accelerator.position import EpochStart
+from halfstep.errors import ConfigError, DataError
 from halfstep.step import StepResult
+
+logger = logging.getLogger("halfstep")
 
 
 class Stepper(Protocol):
@@ -120,29 +126,56 @@ class PreparedOptimizer(Optimizer):
 
 
 class PreparedLoader:
-    """A data loader whose batches arrive on the device. Knows one batch ahead whether it is the last one."""
+    """A data loader whose batches arrive on the device, and which knows whether the batch at hand is the last of its pass.
+
+    It reads one batch ahead for that where torch's own batch sampler does not tell the number. Its place in a pass goes into checkpoints.
+    """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | None) -> None:
         self.loader = loader
         self.device = device  # None leaves batches where they are
         self.at_end = False  # the batch at hand is the last of this pass
         self.remainder = 0  # rows of the last batches of all processes together that are not there to fill them up; 0 for all
+        self._start, self._used = EpochStart(), 0  # how this pass began, and how many of its batches were handed out
+        self._resumed = 0  # batches handed out when the checkpoint was saved that was loaded since the last pass
 
     def __iter__(self) -> Iterator[Any]:
-        self.at_end = False
-        batches = iter(self.loader)
+        return self.from_batch(0)
+
+    def from_batch(self, skipped: int) -> Iterator[Any]:
+        """The batches of a pass from number `skipped` on. After `load_state` they are those of the pass that the checkpoint was saved in."""
+        self.at_end, resumed, self._resumed = False, self._resumed, 0
+        known = _tells_length(self.loader)
+        length = len(self) if known else -1
+        if skipped and resumed:
+            if skipped != resumed:
+                logger.warning("the checkpoint was saved after %d batches of this pass, and the run goes on after %d", resumed, skipped)
+            batches = self._start.again(self.loader, skipped, 0 if known else 1)
+        else:
+            self._start.begin(self.loader)
+            batches = iter(self.loader)
+            for _ in range(skipped):
+                next(batches, None)
+        self._used = skipped
         try:
-            batch = next(batches)
-        except StopIteration:
-            raise DataError("the data loader yields nothing", _why_empty(self.loader)) from None
-        for following in batches:
-            yield self._placed(batch)
-            batch = following
-        self.at_end = True
-        try:
-            yield self._placed(batch)
+            for batch, last in counted(batches, length - skipped) if known else looked_ahead(batches):
+                self.at_end = last
+                self._used += 1
+                yield self._placed(batch)
+            if not self._used:
+                raise DataError("the data loader yields nothing", _why_empty(self.loader))
+            self._used = 0
         finally:
             self.at_end = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the pass that is going on."""
+        return {"start": self._start.state_dict(), "used": self._used}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved place, for the pass that begins next."""
+        self._start.load_state_dict(state["start"])
+        self._resumed = int(state["used"])
 
     def _placed(self, batch: Any) -> Any:
         return batch if self.device is None else to_device(batch, self.device)
@@ -154,6 +187,71 @@ class PreparedLoader:
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+class SkippingLoader:
+    """A loader without its first batches. The accelerator knows the loader that it reads from."""
+
+    def __init__(self, loader: Any, skipped: int) -> None:
+        self.loader, self.skipped = loader, skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.loader, PreparedLoader):
+            return self.loader.from_batch(self.skipped)
+        return itertools.islice(iter(self.loader), self.skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.skipped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippingLoader:
+    """`dataloader` without its first `num_batches`, for the pass in which a run goes on from a checkpoint.
+
+    A prepared loader after `load_state` goes on in the pass that the checkpoint was saved in, in its order. Raises ConfigError for a number
+    that is not whole or below 0.
+    """
+    if not isinstance(num_batches, int) or isinstance(num_batches, bool) or num_batches < 0:
+        raise ConfigError(f"num_batches={num_batches!r}", "Use a whole number of batches, 0 or more.")
+    return SkippingLoader(dataloader, num_batches)
+
+
+def take_places(loaders: list[PreparedLoader], saved: list[dict[str, Any]]) -> None:
+    """Give prepared loaders the places that a checkpoint holds, in the order in which they were prepared."""
+    if len(saved) != len(loaders):
+        logger.warning(
+            "the checkpoint has the places of %d prepared loaders and this run has %d: passes begin anew, in another order", len(saved), len(loaders)
+        )
+        return
+    for loader, state in zip(loaders, saved, strict=True):
+        loader.load_state_dict(state)
+
+
+def counted(batches: Iterator[Any], length: int) -> Iterator[tuple[Any, bool]]:
+    """Batches, and whether each is the last of `length`."""
+    return ((batch, number >= length) for number, batch in enumerate(batches, 1))
+
+
+def looked_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Batches, and whether each is the last: the next one is read before."""
+    for batch in batches:
+        held = batch
+        break
+    else:
+        return
+    for following in batches:
+        yield held, False
+        held = following
+    yield held, True
+
+
+def _tells_length(loader: Any) -> bool:
+    """Whether the number of batches is known for sure: torch counts those of a map-style dataset."""
+    return isinstance(getattr(loader, "batch_sampler", None), BatchSampler) and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def _why_empty(loader: Any) -> str:

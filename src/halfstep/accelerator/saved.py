@@ -90,8 +90,8 @@ def refuse_state(loaded: Loaded, parts: Mapping[str, Any], policy: Policy) -> No
             f"Resume with the same precision, {saved} (precision='auto' chooses another here); to change it, start a new run from the weights in "
             "model.safetensors.",
         )
-    own = {"scaler", "random", "masters", "watch"}
-    if missing := ", ".join(sorted(own - {"masters", "watch"} - set(loaded.parts))):
+    own, always = {"scaler", "random", "masters", "watch", "loaders"}, {"scaler", "random"}
+    if missing := ", ".join(sorted(always - set(loaded.parts))):
         raise CheckpointError(f"{where} lacks {missing}: it was not written by save_state", "Name a folder that save_state wrote.")
     if set(parts) != set(loaded.parts) - own:
         raise CheckpointError(

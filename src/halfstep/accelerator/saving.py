@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep import checkpoint
 from halfstep.accelerator.decided import go_on_with
 from halfstep.accelerator.folders import count_on, folder_to_load, folder_to_save, keep_newest, write_object
+from halfstep.accelerator.prepared import SkippingLoader, skip_first_batches, take_places
 from halfstep.accelerator.preparing import Preparing
 from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, pin_as_saved, refuse_state
 from halfstep.amp import bound_policy, convert, layout, model_state
@@ -86,6 +87,8 @@ class Saving(Preparing):
             "watch": self.scaler.watch_state([o.optimizer for o in self._optimizers]),
             "random": {"ranks": [checkpoint.capture()]},
         }
+        if self._loaders:
+            parts["loaders"] = {"ranks": [[loader.state_dict() for loader in self._loaders]]}
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
         own["products"] = self._products.settled(self.policy, self.device)
         models = {name: item for name, item in items.items() if isinstance(item, nn.Module)}
@@ -146,8 +149,17 @@ class Saving(Preparing):
             self.scaler.load_watch_state(loaded.parts["watch"], [o.optimizer for o in self._optimizers])
         self._micro_batches = 0
         checkpoint.restore(loaded.parts["random"]["ranks"][0])
+        if "loaders" in loaded.parts:
+            take_places(self._loaders, loaded.parts["loaders"]["ranks"][0])
         self.scaler.note_checkpoint(str(input_dir))
         count_on(self.project_configuration, input_dir)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
+        """`dataloader` without its first `num_batches`, for the pass in which a run goes on: in the order that the saved run had.
+
+        For exact resume call it after `load_state`, with the number of batches that had been used of that pass.
+        """
+        return skip_first_batches(dataloader, num_batches)
 
     def _lay_out(self, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
         """Before a state is loaded: the weights that were 16-bit in the run that saved it are so here too, whatever the first batch would show."""
