@@ -16,6 +16,7 @@ from halfstep.amp.lean import convert as convert
 from halfstep.amp.lean import is_kept as is_kept
 from halfstep.amp.lean import layout as layout
 from halfstep.amp.lean import model_state as model_state
+from halfstep.amp.linear_loss import linear_cross_entropy as linear_cross_entropy
 from halfstep.amp.pins import Pin as Pin
 from halfstep.amp.pins import Pinned as Pinned
 from halfstep.amp.pins import pin as pin
