@@ -27,9 +27,9 @@ from halfstep.accelerator.settings import (
 )
 from halfstep.accelerator.tracked import Tracked
 from halfstep.amp import GradScaler
-from halfstep.distributed import Ranks, Solo
-from halfstep.errors import ConfigError, refuse_unknown, suggest
-from halfstep.hardware import default_device, give_back_unused_memory, processes
+from halfstep.distributed import DataParallel, launch
+from halfstep.errors import refuse_unknown, suggest
+from halfstep.hardware import default_device, give_back_unused_memory
 from halfstep.policy import Policy, from_flags
 from halfstep.step import Agree, Heal, OnOverflow
 
@@ -57,7 +57,9 @@ class Accelerator(Saving, Tracked):
     heal: what becomes of a module whose outputs do not fit 16 bits (the step is refused and the result names it): "skip" goes on; "pin" holds it in
         fp32 from the next forward pass on (`halfstep.amp.pins(model)` tells which; checkpoints keep it); "raise" StepRefusedError.
     patience: bad steps of an optimizer in a row before `DivergedError`.
-    agree: gets a small fp32 tensor and returns its maximum over all ranks.
+    agree: gets a small fp32 tensor and returns its maximum over all ranks; by default the processes that torchrun started agree by themselves.
+    reduce_dtype: under torchrun, the format in which gradients go between processes: "fp32", "bf16" or "fp16"; None for the one they have.
+    data_parallel: the other settings of that (`halfstep.distributed.DataParallel`).
 
     Under accelerate's names, with the classes of `halfstep.accelerator` or accelerate's own:
     gradient_accumulation_plugin: instead of gradient_accumulation_steps. step_scheduler_with_optimizer: a prepared scheduler moves with the
@@ -85,6 +87,8 @@ class Accelerator(Saving, Tracked):
         heal: Heal = "skip",
         patience: int = 50,
         agree: Agree | None = None,
+        reduce_dtype: str | None = None,
+        data_parallel: DataParallel | None = None,
         device_placement: bool = True,
         split_batches: bool = False,
         dataloader_config: Any = None,
@@ -102,11 +106,6 @@ class Accelerator(Saving, Tracked):
         refuse_unknown("Accelerator", refuse_not_carried(unknown), inspect.signature(Accelerator.__init__).parameters)
         refuse_environment()
         refuse_generators(rng_types)
-        if processes() > 1:
-            raise ConfigError(
-                f"the launcher started {processes()} processes, and this version of halfstep trains in one: each would train alone",
-                "Start one process.",
-            )
         whole_number("patience", patience)
         accumulation = accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin)
         self._handlers, self._compiler = read_handlers(kwargs_handlers), compiler_of(dynamo_backend, dynamo_plugin)
@@ -115,8 +114,11 @@ class Accelerator(Saving, Tracked):
         self.split_batches = self.dataloader_config.split_batches
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self._ends_with_loader = accumulation.sync_with_dataloader
-        self.ranks: Ranks = Solo()
-        super().__init__(default_device(cpu or _wants_cpu()), accumulation.num_steps)
+        cpu = cpu or _wants_cpu()
+        self._data_parallel = self._handlers.data_parallel(reduce_dtype, data_parallel)
+        self.ranks = launch(cpu, backend=self._data_parallel.backend, timeout=self._data_parallel.timeout)
+        super().__init__(default_device(cpu), accumulation.num_steps)
+        agree = self.ranks.agree if agree is None and self.ranks.world > 1 else agree
         self._scaler_for = functools.partial(GradScaler.from_policy, patience=patience, on_overflow=on_overflow, heal=heal, agree=agree)
         self._track_with(log_with)
         self._asked = from_flags(precision=precision, mixed_precision=precision_of(mixed_precision, precision))

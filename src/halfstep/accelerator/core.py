@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from halfstep.accelerator.configuration import ProjectConfiguration, TorchDynamoPlugin
+from halfstep.accelerator.configuration import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
 from halfstep.accelerator.decided import UNDECIDED, products_for, resolved
 from halfstep.accelerator.facts import Signature
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.accelerator.settings import Handlers, whole_number
 from halfstep.amp import Binding, GradScaler, Products, backward_context
-from halfstep.distributed import Ranks
+from halfstep.distributed import DataParallel, MeanOverRanks, NoReducer, Ranks, Reducer
 from halfstep.policy import LossScale, Policy, Resolution
 from halfstep.step import StepResult
 
@@ -32,9 +32,11 @@ class Core:
     device_placement: bool
     step_scheduler_with_optimizer: bool
     split_batches: bool
+    dataloader_config: DataLoaderConfiguration
     _compiler: TorchDynamoPlugin
     _handlers: Handlers
     _ends_with_loader: bool
+    _data_parallel: DataParallel
     _products: Products
     _why: str
     _scaler_for: Callable[[LossScale], GradScaler]
@@ -61,6 +63,10 @@ class Core:
     def forget(self) -> None:
         """Nothing is prepared, and no window begun."""
         self._window = self._full_window
+        self._reducer: Reducer = MeanOverRanks(self.ranks, self._data_parallel) if self.ranks.world > 1 else NoReducer()
+        self.reduced_bytes = 0  # that this rank has handed to reductions for the last optimizer step, buffers included; 0 in one process
+        self._sent = 0  # by the reducer up to the end of the last step
+        self._reduces = True  # outside `no_sync`
         self.last_step: StepResult | None = None
         self.sync_gradients = True
         self._held = False  # gradients of the window at hand were made and not stepped with
@@ -83,4 +89,7 @@ class Core:
         self.scaler = cast(GradScaler, UNDECIDED) if policy.is_auto else self._scaler_for(policy.scale)
         if not policy.is_auto:
             self._handlers.tune(self.scaler)
+            self._data_parallel.refuse_without_scale(str(policy), self.scaler.is_enabled())
             self.scaler.run_backward_inside(functools.partial(backward_context, policy, self.device, self._products))
+            if self.ranks.world > 1:
+                self.scaler.bring_together(self._reducer.finish, self.ranks.gather_object)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, IterableDataset
 
 from halfstep.accelerator.position import EpochStart
+from halfstep.distributed import samples_of_last_round
 from halfstep.errors import ConfigError, DataError
 from halfstep.step import StepResult
 
@@ -131,8 +132,9 @@ class PreparedLoader:
     It reads one batch ahead for that where torch's own batch sampler does not tell the number. Its place in a pass goes into checkpoints.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | None) -> None:
+    def __init__(self, loader: Iterable[Any], device: torch.device | None, source: Any = None) -> None:
         self.loader = loader
+        self.source = source  # what it was prepared from: that of all processes
         self.device = device  # None leaves batches where they are
         self.at_end = False  # the batch at hand is the last of this pass
         self.remainder = 0  # rows of the last batches of all processes together that are not there to fill them up; 0 for all
@@ -159,14 +161,14 @@ class PreparedLoader:
         self._used = skipped
         try:
             for batch, last in counted(batches, length - skipped) if known else looked_ahead(batches):
-                self.at_end = last
+                self.at_end, self.remainder = last, (samples_of_last_round(self.loader) or 0) if last else 0
                 self._used += 1
                 yield self._placed(batch)
             if not self._used:
                 raise DataError("the data loader yields nothing", _why_empty(self.loader))
             self._used = 0
         finally:
-            self.at_end = False
+            self.at_end, self.remainder = False, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the pass that is going on."""
@@ -184,7 +186,7 @@ class PreparedLoader:
         return len(self.loader)  # type: ignore[arg-type]  # as the loader inside: an iterable one raises TypeError
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":
+        if name in ("loader", "source"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from halfstep.accelerator.facts import Signature, model_facts, refuse_elsewhere,
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.accelerator.stepping import Stepping
 from halfstep.amp import bind, bound_policy
+from halfstep.distributed import refuse_unlike, shard
 from halfstep.errors import ConfigError
 from halfstep.optim import with_masters
 from halfstep.policy import chosen
@@ -61,8 +63,12 @@ class Preparing(Stepping):
         if not isinstance(model, nn.Module):
             raise ConfigError(_is_no("prepare_model", model), "Give it a torch.nn.Module.")
         already = bound_policy(model)
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                "prepare() was given a DistributedDataParallel", "Give it the module inside: halfstep brings gradients together itself."
+            )
         if self.policy.is_auto:
-            self._run_under(*decide(model, self.device))
+            self._run_under(*self.ranks.broadcast_object(decide(model, self.device)))
         refuse_other_policy(already, self.policy)
         self.resolution = resolved(self.policy, self.device, model_facts(model), self._why)
         if self.device_placement if device_placement is None else device_placement:
@@ -70,6 +76,7 @@ class Preparing(Stepping):
         else:
             refuse_elsewhere(model, self.device)
         if already is None:
+            refuse_unlike(self.ranks, model, str(self.policy))
             self._bindings[id(model)] = bind(model, self.policy, self.device, self._products)
             logger.info("%s", self.resolution)
         else:
@@ -80,6 +87,7 @@ class Preparing(Stepping):
             self._models.append(model)
         if self._compiler.backend is not None and already is None:
             model.compile(**{key: value for key, value in vars(self._compiler).items() if key != "disable" and value is not None})
+        self._reducer.join(model)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -99,6 +107,7 @@ class Preparing(Stepping):
         refuse_orphans(optimizer, self._models)
         mastered = with_masters(optimizer, chosen(self.policy))
         self.scaler.watch(mastered)
+        self._reducer.join(p for group in mastered.param_groups for p in group["params"])
         self._optimizers.append(PreparedOptimizer(mastered, self))
         return self._optimizers[-1]
 
@@ -137,11 +146,15 @@ class Preparing(Stepping):
         if not isinstance(data_loader, DataLoader):
             raise ConfigError(_is_no("prepare_data_loader", data_loader), "Give it a torch.utils.data.DataLoader.")
         for known in self._loaders:
-            if known.loader is data_loader:
+            if data_loader in (known.loader, known.source):
                 return known
         placed = self.device_placement if device_placement is None else device_placement
-        self._loaders.append(PreparedLoader(data_loader, self.device if placed else None))
+        self._loaders.append(PreparedLoader(self._shared_out(data_loader), self.device if placed else None, data_loader))
         return self._loaders[-1]
+
+    def _shared_out(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader of this process's batches."""
+        return shard(loader, self.ranks, even=self.dataloader_config.even_batches, split=self.split_batches)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> nn.Module:
         """The user's own module: what a compiled one was made from, else the module itself.

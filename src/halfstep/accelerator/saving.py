@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from halfstep.accelerator.prepared import SkippingLoader, skip_first_batches, ta
 from halfstep.accelerator.preparing import Preparing
 from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, pin_as_saved, refuse_state
 from halfstep.amp import bound_policy, convert, layout, model_state
-from halfstep.errors import ConfigError, StepOrderError
+from halfstep.errors import CheckpointError, ConfigError, StepOrderError
+
+logger = logging.getLogger("halfstep")
 
 
 class Saving(Preparing):
@@ -85,23 +88,39 @@ class Saving(Preparing):
         parts = {name: item.state_dict() for name, item in items.items()} | {
             "scaler": {"bad_steps": self.scaler.bad_steps, "steps": self.scaler.steps} | self.scaler.state_dict(),
             "watch": self.scaler.watch_state([o.optimizer for o in self._optimizers]),
-            "random": {"ranks": [checkpoint.capture()]},
+            "random": {"ranks": self.ranks.gather_object(checkpoint.capture())},
         }
         if self._loaders:
-            parts["loaders"] = {"ranks": [[loader.state_dict() for loader in self._loaders]]}
+            parts["loaders"] = {"ranks": self.ranks.gather_object([loader.state_dict() for loader in self._loaders])}
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
         own["products"] = self._products.settled(self.policy, self.device)
         models = {name: item for name, item in items.items() if isinstance(item, nn.Module)}
         masters = masters_beside(models, self._optimizers)
         own["models"] = {name: facts_to_export(name, item, self._optimizers, masters) for name, item in models.items()}
         parts |= {"masters": masters} if masters else {}
-        folder = checkpoint.save(folder, parts, dict(about or {}) | own)
+        folder = self._write(folder, parts, dict(about or {}) | own)
         self.scaler.note_checkpoint(str(folder))
         for hook in self._save_hooks.values():
             hook(list(self._models), [self.get_state_dict(model) for model in self._models], str(folder))
         self.project_configuration.iteration += 1
-        keep_newest(self.project_configuration)
+        if self.ranks.is_main:
+            keep_newest(self.project_configuration)
         return folder
+
+    def _write(self, output_dir: str | Path, parts: dict[str, Any], about: dict[str, Any]) -> Path:
+        """Rank 0 writes and the others wait for it. Where it cannot, all raise the same."""
+        if self.ranks.world == 1:
+            return checkpoint.save(output_dir, parts, about)
+        failed: CheckpointError | None = None
+        if self.ranks.is_main:
+            try:
+                checkpoint.save(output_dir, parts, about)
+            except CheckpointError as error:
+                failed = error
+        told = self.ranks.broadcast_object((failed.cause, failed.remedy) if failed is not None else None)
+        if told is not None:
+            raise CheckpointError(*told) from failed
+        return Path(output_dir)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights of a prepared model for use elsewhere: each in the dtype that it was loaded in, rounded from its fp32 master."""
@@ -119,7 +138,9 @@ class Saving(Preparing):
         By its own `save_pretrained` where it has one, else as model.safetensors.
         """
         _refuse_pickle(safe_serialization)
-        checkpoint.write_model(self.unwrap_model(model), Path(save_directory), self.get_state_dict(model))
+        if self.ranks.is_main:
+            checkpoint.write_model(self.unwrap_model(model), Path(save_directory), self.get_state_dict(model))
+        self.ranks.barrier()
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.
@@ -148,9 +169,7 @@ class Saving(Preparing):
         if "watch" in loaded.parts:
             self.scaler.load_watch_state(loaded.parts["watch"], [o.optimizer for o in self._optimizers])
         self._micro_batches = 0
-        checkpoint.restore(loaded.parts["random"]["ranks"][0])
-        if "loaders" in loaded.parts:
-            take_places(self._loaders, loaded.parts["loaders"]["ranks"][0])
+        self._go_on_in_place(loaded.parts["random"]["ranks"], loaded.parts.get("loaders", {}).get("ranks", []))
         self.scaler.note_checkpoint(str(input_dir))
         count_on(self.project_configuration, input_dir)
 
@@ -160,6 +179,20 @@ class Saving(Preparing):
         For exact resume call it after `load_state`, with the number of batches that had been used of that pass.
         """
         return skip_first_batches(dataloader, num_batches)
+
+    def _go_on_in_place(self, random: Sequence[Any], loaders: Sequence[Any]) -> None:
+        """The random states and the places in loaders of this rank. Of those of a run on another number of ranks, rank 0 takes the random states."""
+        if len(random) == self.ranks.world:
+            checkpoint.restore(random[self.ranks.rank])
+            if loaders:
+                take_places(self._loaders, loaders[self.ranks.rank])
+        elif self.ranks.is_main:
+            checkpoint.restore(random[0])
+            logger.warning(
+                "the checkpoint was saved on %d ranks and is loaded on %d: weights, states and scale are the same, random states and batches are not",
+                len(random),
+                self.ranks.world,
+            )
 
     def _lay_out(self, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
         """Before a state is loaded: the weights that were 16-bit in the run that saved it are so here too, whatever the first batch would show."""

@@ -19,6 +19,7 @@ from halfstep.accelerator.configuration import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from halfstep.distributed import DataParallel
 from halfstep.errors import ConfigError, suggest
 from halfstep.policy import LossScale, Policy
 
@@ -81,6 +82,21 @@ class Handlers:
             scaler.set_growth_factor(self.scaler.growth_factor)
         if self.scaler.backoff_factor != GradScalerKwargs.backoff_factor:
             scaler.set_backoff_factor(self.scaler.backoff_factor)
+
+    def data_parallel(self, reduce_dtype: str | None, given: DataParallel | None) -> DataParallel:
+        """How processes train together: as `given`, else as the handlers say. Raises ConfigError where two of them say something."""
+        mine, group = self.ddp, self.group
+        if given is not None and (mine, group) != (DistributedDataParallelKwargs(), InitProcessGroupKwargs()):
+            raise ConfigError("data_parallel and kwargs_handlers both say how processes train together", "Leave one of them out.")
+        wire = None if mine.comm_hook == "no" else mine.comm_hook
+        asked = [dtype for dtype in (reduce_dtype, wire, given.reduce_dtype if given is not None else None) if dtype is not None]
+        if len(set(asked)) > 1:
+            raise ConfigError(f"gradients are to travel in {' and in '.join(asked)}", "Say it once, with reduce_dtype.")
+        if given is None:
+            own = {} if group.timeout is None else {"timeout": group.timeout.total_seconds()}
+            unused = True if mine.find_unused_parameters else None
+            given = DataParallel(None, mine.bucket_cap_mb, unused, mine.broadcast_buffers, group.backend, **own)
+        return replace(given, reduce_dtype=asked[0]) if asked else given
 
 
 def read_handlers(given: Sequence[Any] | None) -> Handlers:

@@ -44,8 +44,17 @@ class Stepping(Core):
             self._short = None
         part = loss / window if window > 1 else loss
         scaled = self.scaler.scale(part)
-        with backward_context(self.policy, self.device, self._products):
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        joins = self.sync_gradients and self._reduces
+        if joins:
+            self._reducer.expect()
+        try:
+            with backward_context(self.policy, self.device, self._products):
+                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._reducer.give_up()
+            raise
+        if joins:
+            self.scaler.join_ranks()
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -148,6 +157,7 @@ class Stepping(Core):
             self.last_step = self.scaler.step(optimizer, closure, max_norm=max_norm, stalled=stalled)
         finally:
             self.scaler.update()
+            self.reduced_bytes, self._sent = self._reducer.sent - self._sent, self._reducer.sent
         return self.last_step
 
 

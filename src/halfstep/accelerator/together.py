@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -175,7 +175,15 @@ class Together(Core):
         """A block in which backward passes of `model` leave gradients in this process: they are summed up with those of a later pass outside it."""
         if not isinstance(model, nn.Module):
             raise ConfigError(f"no_sync() was given a {type(model).__name__}", "Give it the prepared model.")
-        return model.no_sync() if hasattr(model, "no_sync") else nullcontext()  # type: ignore[operator]
+        return self._apart()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Let `function` run in process 0 only; elsewhere it returns None."""

@@ -250,6 +250,15 @@ class GradScaler:
         """Open `context()` around the backward passes that the scaler runs itself, to calibrate or to replay."""
         self._engine.state.around = context
 
+    def bring_together(self, join: Callable[[Iterable[Tensor] | None], bool], share: Callable[[Any], list[Any]]) -> None:
+        """For several processes. `join` makes gradients (all, or those of models with these parameters) the mean over ranks where they are not yet,
+        and says whether it has changed some. `share` gives the values of all ranks."""
+        self._engine.state.together, self._healer.share = join, share
+
+    def join_ranks(self) -> None:
+        """Make gradients the mean over ranks now, if they are to be; it is done before they are judged in any case."""
+        self._engine.state.join_ranks(None)
+
     def on_applied(self, optimizer: Optimizer, function: Callable[[], object]) -> None:
         """Call `function()` after each step that was applied: an EMA of the weights, a counter."""
         self._engine.state.record(optimizer).hooks.append(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from datetime import timedelta
@@ -65,6 +66,9 @@ def launch(cpu: bool = False, *, backend: str | None = None, timeout: float = TI
             "Check that every process was started, and that the address can be reached from each machine.",
         ) from error
     atexit.register(leave)
+    logger = logging.getLogger("halfstep")
+    if rank and logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)  # what is said of a run is said by rank 0
     return Group(local)
 
 

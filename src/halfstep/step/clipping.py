@@ -27,6 +27,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     """
     refuse_norm(max_norm)
     known = {id(p): p for p in chosen}
+    state.join_ranks(known.values())
     if all(p.grad is None for p in known.values()):
         return torch.zeros((), dtype=torch.float32)
     owners, records, unfit, refused = _judged(state, known)

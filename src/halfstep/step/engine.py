@@ -273,6 +273,7 @@ class StepEngine:
         unscaled already, or changed since the backward pass.
         """
         record = self.state.record(optimizer)
+        self.state.join_ranks(parameters(optimizer))
         if not gradients(optimizer):
             return None
         if self.state.scaling.active and record.unscaled and not record.stepped:
@@ -340,6 +341,8 @@ class StepEngine:
         StepRefusedError for a bad step under on_overflow="raise".
         """
         state, record = self.state, self.state.record(optimizer)
+        if closure is None:
+            state.join_ranks(parameters(optimizer))
         if closure is None and not gradients(optimizer):
             return taking.no_gradients(state, optimizer)
         if state.scaling.active and record.awaits_update:

@@ -84,8 +84,11 @@ def measure(state: StepState, owner: Any) -> Evidence:
         if not state.noticed and not isinstance(owner, Loose):
             checks.refuse_unseen(owner, state.called)
         checks.refuse_edits([] if state.editing else state.ledger.edited(own), state.ledger.mixed(own), state.called)
+        state.join_ranks(own)
         shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
         numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
+    else:
+        state.join_ranks(parameters(owner))
     compiled = bool(getattr(owner, "knows_masters", False))
     lasts = not isinstance(owner, Loose)
     wanted = lasts and state.watching.wants(owner, state.record(owner).applied)

@@ -45,7 +45,7 @@ class Start:
         if scaling.wants_calibration:
             self._tries += 1
             return (self._tries <= HOPELESS or self._tries % THEN_EVERY == 0) and (self._silent <= SILENT or self._silent % THEN_EVERY == 0)
-        return self._is_new(scaling, reached)
+        return self._agree is None and self._is_new(scaling, reached)  # ranks probe together, and each may meet other parameters
 
     def _is_new(self, scaling: Scaling, reached: Reached) -> bool:
         if not isinstance(scaling, FollowingScaling) or not self._covered:

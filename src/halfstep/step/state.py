@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +29,10 @@ def _nothing() -> int:
     return 0
 
 
+def _joined(only: Iterable[Tensor] | None = None) -> bool:
+    return False
+
+
 class Loose:
     """Parameters whose gradients were unscaled for a clip before their optimizer was seen. Stands in for that optimizer until it steps."""
 
@@ -47,6 +51,7 @@ class StepState:
     agree: Agree | None
     deferred: bool | None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # opened around backward passes that the engine runs itself
+    together: Callable[[Iterable[Tensor] | None], bool] = _joined  # makes gradients the mean over ranks where they are not; whether it changed some
 
     made_under: float | None = None  # the scale of the gradients at hand; None before the first loss
     losses: int = 0  # scaled so far
@@ -130,6 +135,11 @@ class StepState:
     def waits(self, owner: Any) -> bool:
         """Whether an optimizer holds gradients that no step was taken with."""
         return any(self.ledger.waits(p) for p in parameters(owner))
+
+    def join_ranks(self, only: Iterable[Tensor] | None) -> None:
+        """Before gradients are used: those of one rank become the mean over all. only: of models that have some of these parameters."""
+        if self.together(only):
+            self.ledger.again()
 
     def sign_penalty(self) -> Tensor:
         """What is put on gradients of a scaled loss that have a graph themselves."""

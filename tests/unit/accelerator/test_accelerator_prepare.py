@@ -101,7 +101,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest(word: str, near: str) -
 
 
 def test_an_argument_like_none_gets_the_list() -> None:
-    with pytest.raises(ConfigError, match="Known: agree, cpu, dataloader_config, device_placement, dynamo_backend, dynamo_plugin"):
+    with pytest.raises(ConfigError, match="Known: agree, cpu, data_parallel, dataloader_config, device_placement, dynamo_backend, dynamo_plugin"):
         Accelerator(zzz=1)
 
 
@@ -139,9 +139,11 @@ def test_tf32_on_a_cpu_is_refused() -> None:
         Accelerator(precision="tf32", cpu=True)
 
 
-def test_a_launcher_with_more_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_that_cannot_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"the launcher started 2 processes, .* trains in one.* Start one process"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE are set and RANK, MASTER_ADDR, MASTER_PORT are not.* Start it with torchrun"):
         Accelerator(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Accelerator(cpu=True).num_processes == 1
@@ -309,3 +311,11 @@ def test_schedulers_built_on_the_inner_or_the_prepared_optimizer_are_both_taken(
             rates.append(scheduler.get_last_lr()[0])
         assert rates == [0.5, 0.25, 0.125]
         assert inner.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_fp16_on_the_wire_needs_a_loss_scale(precision: str) -> None:
+    with pytest.raises(ConfigError, match=f"reduce_dtype='fp16' under {precision}, which has no loss scale.* Use reduce_dtype='bf16'"):
+        Accelerator(precision=precision, cpu=True, reduce_dtype="fp16")
+    with pytest.raises(ConfigError, match=r"reduce_dtype='fp8' is not known.* Use one of fp32, bf16, fp16"):
+        Accelerator(precision=precision, cpu=True, reduce_dtype="fp8")
