@@ -22,7 +22,7 @@ TEXT = b"the quick brown fox jumps over the lazy dog. " * 30
 KILLER = """
 import os, signal, sys, time
 from pathlib import Path
-import docstring_parser, torch._dynamo, halfstep.cli.train  # what every child would else load by itself
+import torch._dynamo, halfstep.cli.train  # what every child would else load by itself
 from halfstep.checkpoint import latest
 from halfstep.cli.main import main
 for i, precision in enumerate(sys.argv[2:]):

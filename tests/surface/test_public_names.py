@@ -40,7 +40,6 @@ HEAVY = (
     "numba",
     "plotly",
     "tensorboard",
-    "jsonargparse",
     "rich",
     "yaml",
     "torch._dynamo",

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-from argparse import ArgumentError
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from halfstep.checkpoint import latest, seed_everything
+from halfstep.cli.options import DemoArguments, by_name, on_the_line
 from halfstep.demo import GPT, GPTConfig, read, split
-from halfstep.errors import CheckpointError, ConfigError, suggest
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, TrainingInterrupted
-from halfstep.trainer.arguments import GROUPS as TOPICS
-from halfstep.trainer.arguments import IN_THE_POLICY, OLD_NAMES, TAKES
+from halfstep.trainer.arguments import IN_THE_POLICY, TAKES, check_types, read_file
 from halfstep.trainer.run import CONFIG
 
 RUNS = Path("runs")
@@ -42,48 +38,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class DemoArguments:
-    """What to train on, and what to show at the end.
-
-    Args:
-        text: a text file to learn; Python's own documentation when not given.
-        prompt: what the sample of generated text begins with.
-        sample_length: bytes to generate at the end; 0 for no sample.
-    """
-
-    text: str | None = None
-    prompt: str = "The "
-    sample_length: int = 240
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ConfigError("prompt is empty, and the sample continues it", "Give it at least one character, or sample_length=0.")
-        if self.sample_length < 0:
-            raise ConfigError(f"sample_length={self.sample_length}", "Use 0 or more.")
-
-
-GROUPS = (DemoArguments, GPTConfig, TrainingArguments)
-OPTIONS = (DemoArguments, GPTConfig, *TOPICS)
+KINDS = (DemoArguments, GPTConfig, TrainingArguments)
 PRECISION = {"precision", "fp16", "bf16", "tf32"}
-SWITCHES = ("--resume", "--overwrite", "--help")
-
-
-def parser() -> ArgumentParser:
-    """All options, from the fields of three dataclasses; their docstrings are the help."""
-    made = ArgumentParser(
-        "halfstep train",
-        description="Train a small GPT on a text. Without options: on Python's own documentation, in bf16-mixed. "
-        "CONFIG.yaml holds any of the options below by name; options on the command line win over it.",
-        exit_on_error=False,
-    )
-    made.add_argument("config", nargs="?", help="a YAML file with options, such as the config.yaml of an earlier run")
-    made.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of output_dir, or of the newest run under runs/")
-    made.add_argument("--overwrite", action="store_true", help="remove an earlier run from output_dir first")
-    for group in OPTIONS:
-        made.add_class_arguments(group, None)
-    made.set_defaults(DEFAULTS)
-    return made
 
 
 def main(argv: Sequence[str]) -> int:
@@ -145,30 +101,33 @@ def report(trainer: Trainer, demo: DemoArguments) -> str:
 
 def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
     """All settings by name, and whether to resume. The command line wins over CONFIG.yaml, that over the run to resume, that over the defaults."""
-    made, line = parser(), _normal(argv)
-    try:
-        given = made.parse_args(line)
-        resume, base = bool(given.resume or given.resume_from_checkpoint), dict[str, Any]()
-        if resume:
-            named_run = Path(given.resume_from_checkpoint).parent if given.resume_from_checkpoint else None
-            folder = Path(given.output_dir) if given.output_dir else named_run or _newest_run()
-            if (folder / CONFIG).exists():
-                base = _read(folder / CONFIG)
-            base["output_dir"] = str(folder)
-        if given.config:
-            base |= _read(Path(given.config))
-        named = _named(line)
-        if named & PRECISION:  # however it is spelled, the command line's precision replaces the configuration's
-            base = {k: v for k, v in base.items() if k not in PRECISION | set(IN_THE_POLICY)}
-        chosen = made.parse_args([*_tokens(base), *line])
-    except ArgumentError as error:
-        raise ConfigError(str(error), "halfstep train --help lists the options.") from error
-    settings = {k: v for k, v in chosen.as_dict().items() if k not in ("config", "resume", "overwrite")}
-    settings["overwrite_output_dir"] = chosen.overwrite or chosen.overwrite_output_dir
-    _yield_defaults(settings, named, set(base))
+    line = on_the_line(argv, DEFAULTS)
+    from_checkpoint, base = line.settings.get("resume_from_checkpoint"), dict[str, Any]()
+    resume = bool(line.resume or from_checkpoint)
+    if resume:
+        named_run = Path(from_checkpoint).parent if from_checkpoint else None
+        folder = Path(line.settings["output_dir"]) if line.settings.get("output_dir") else named_run or _newest_run()
+        if (folder / CONFIG).exists():
+            base = _noted(folder / CONFIG)
+        base["output_dir"] = str(folder)
+    if line.config:
+        base |= _noted(Path(line.config))
+    if set(line.settings) & PRECISION:  # however it is spelled, the command line's precision replaces the configuration's
+        base = {k: v for k, v in base.items() if k not in PRECISION | set(IN_THE_POLICY)}
+    own = {f.name: f.default for kind in KINDS for f in fields(kind)}
+    settings = own | DEFAULTS | base | line.settings
+    settings["overwrite_output_dir"] = line.overwrite or settings["overwrite_output_dir"]
+    for kind in KINDS:
+        check_types(kind, settings)
+    _yield_defaults(settings, set(line.settings), set(base))
     if not settings["output_dir"]:
         settings["output_dir"] = str(_new_run(TrainingArguments(**_fields_of(TrainingArguments, settings | {"output_dir": "runs"})).policy.preset))
     return settings, resume
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    """The settings in a configuration, by today's names."""
+    return by_name(read_file(path), f"the configuration {path} has a setting {{!r}}, which halfstep train does not know")
 
 
 def _yield_defaults(settings: dict[str, Any], line: set[str], noted: set[str]) -> None:
@@ -194,11 +153,6 @@ def _yield_defaults(settings: dict[str, Any], line: set[str], noted: set[str]) -
         settings["warmup_steps"] = 0
 
 
-def _named(line: list[str]) -> set[str]:
-    """Names of the options on a normal command line."""
-    return {token[2:].partition("=")[0] for token in line if token.startswith("--")}
-
-
 def _refuse_folder(args: TrainingArguments, resume: bool) -> None:
     """Refuse an output folder with something in it, unless the run there is to be resumed or overwritten."""
     folder = Path(args.output_dir)
@@ -210,42 +164,6 @@ def _refuse_folder(args: TrainingArguments, resume: bool) -> None:
         raise ConfigError(
             f"the folder {folder} is not empty", f"{go_on}--overwrite removes the run in it and starts anew; another --output_dir keeps both."
         )
-
-
-def _normal(argv: list[str]) -> list[str]:
-    """The command line under today's names, with `true` after bare switches. Refuses unknown options with the nearest one."""
-    known = {f.name: f.type for kind in GROUPS for f in fields(kind)}
-    result: list[str] = []
-    for i, token in enumerate(argv):
-        if not token.startswith("--") or token in SWITCHES:
-            result.append(token)
-            continue
-        name, sign, value = token[2:].partition("=")
-        name = name.replace("-", "_")
-        name = OLD_NAMES.get(name, name)
-        if name not in known:
-            raise ConfigError(f"halfstep train has no option --{name}", suggest(name, {*known, *OLD_NAMES, *(s[2:] for s in SWITCHES)}))
-        following = argv[i + 1].lower() if i + 1 < len(argv) else ""
-        bare = not sign and str(known[name]).startswith("bool") and following not in ("true", "false", "yes", "no")
-        result.append(f"--{name}{sign}{value}" + ("=true" if bare else ""))
-    return result
-
-
-def _tokens(settings: dict[str, Any]) -> list[str]:
-    """Settings from YAML as command line tokens, so that one parser checks the types of both."""
-    return _normal([f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()])
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}", "Name a YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration {path} is not YAML: {error}", "Write one `name: value` per line.") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"the configuration {path} holds no settings", "Write one `name: value` per line.")
-    return {str(k): v for k, v in data.items()}
 
 
 def _fields_of(kind: Any, settings: dict[str, Any]) -> dict[str, Any]:

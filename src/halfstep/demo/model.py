@@ -21,7 +21,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a `GPT`.
+    """Model: the shape of the GPT.
 
     Args:
         block_size: positions the model can look back on.

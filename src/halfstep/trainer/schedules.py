@@ -25,7 +25,7 @@ def make_scheduler(optimizer: Optimizer, args: TrainingArguments, steps: int) ->
     if args.lr_scheduler_type == "reduce_lr_on_plateau":
         return _plateau(optimizer, args, extra)
     make = COURSES[args.lr_scheduler_type]
-    course = make(_warmup(args, steps), steps, float(optimizer.defaults["lr"]), **extra)
+    course = make(args.get_warmup_steps(steps), steps, float(optimizer.defaults["lr"]), **extra)
     return LambdaLR(optimizer, course)
 
 
@@ -42,11 +42,6 @@ def metric_of(args: TrainingArguments, metrics: dict[str, Any]) -> float:
             f"the learning rate follows {name}, and the evaluation gave {', '.join(metrics)}", "Set metric_for_best_model to one of these."
         )
     return float(metrics[name])
-
-
-def _warmup(args: TrainingArguments, steps: int) -> int:
-    """Steps of warm-up: warmup_steps, or a share of all steps rounded up."""
-    return int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil((args.warmup_steps or args.warmup_ratio) * steps)
 
 
 def _plateau(optimizer: Optimizer, args: TrainingArguments, extra: dict[str, Any]) -> ReduceLROnPlateau:

@@ -8,9 +8,13 @@ import torch
 import yaml
 
 from halfstep.cli.main import main
-from halfstep.cli.train import DEFAULTS, GROUPS, configure
+from halfstep.cli.options import GROUPS, HINTS, on_the_line
+from halfstep.cli.train import DEFAULTS, configure
 from halfstep.errors import ConfigError
 from halfstep.trainer import TrainingArguments
+from halfstep.trainer.arguments import choices_of, options_of
+
+FIELDS = [f.name for f in fields(TrainingArguments)]
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +105,75 @@ def test_new_runs_are_numbered_beyond_all_that_are_there() -> None:
     assert arguments("--precision", "fp32").output_dir == "runs/011-fp32"
 
 
-def test_old_names_work() -> None:
+def test_old_names_work_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert arguments("--evaluation_strategy", "steps", "--no_cuda").use_cpu
-    Path("c.yaml").write_text("no_cuda: true\n")
-    assert arguments("c.yaml").use_cpu
+    assert "halfstep: no_cuda is now called use_cpu; it is read as that\n" in capsys.readouterr().err
+    Path("c.yaml").write_text("no_cuda: true\ngroup_by_length: true\nactivation_checkpointing: yes\n")
+    args = arguments("c.yaml", "--evaluation-strategy=epoch", "--push_to_hub", "false")
+    assert (args.use_cpu, args.train_sampling_strategy, args.gradient_checkpointing, args.eval_strategy) == (True, "group_by_length", True, "epoch")
+
+
+SET: dict[str, tuple[str, object, list[str]]] = {  # option: (text, value, what else must be said)
+    "text": ("a b", "a b", []),
+    "eval_delay": ("2", 2, []),
+    "greater_is_better": ("true", True, []),
+    "bf16": ("true", True, []),
+    "tf32": ("false", False, []),
+    "precision": ("fp16-mixed", "fp16-mixed", []),
+    "weights": ("kahan", "kahan", ["--precision=bf16-lean"]),
+    "states": ("bf16", "bf16", ["--precision=bf16-lean"]),
+    "fp32_modules": ("lm_head,*.norm*", ["lm_head", "*.norm*"], ["--bf16"]),
+    "loss_scale": ("static:64", "static:64", ["--fp16"]),
+    "scale_strategy": ("stock", "stock", ["--fp16"]),
+    "scale_window": ("7", 7, ["--fp16"]),
+    "scale_floor": ("2", 2.0, ["--fp16"]),
+    "scale_ceiling": ("65536", 65536.0, ["--fp16"]),
+    "optim_args": ("momentum=0.9,nesterov=true", "momentum=0.9,nesterov=true", ["--optim=sgd"]),
+    "optim": ("torch.optim.NAdam", "torch.optim.NAdam", []),
+    "lr_scheduler_kwargs": ('{"num_cycles": 2}', '{"num_cycles": 2}', []),
+    "logging_nan_inf_filter": ("false", False, []),
+    "logging_dir": ("there", "there", ["--report_to=tensorboard"]),
+    "run_name": ("mine", "mine", ["--report_to=wandb,mlflow"]),
+    "report_to": ("[tensorboard, mlflow]", ["tensorboard", "mlflow"], []),
+    "label_names": ("[start, end]", ["start", "end"], []),
+    "warmup_ratio": (".25", 0.25, []),
+    "warmup_steps": ("0.1", 0.1, []),
+    "adam_beta1": ("0.5", 0.5, []),
+    "label_smoothing_factor": ("0.1", 0.1, []),
+    "save_steps": ("0.5", 0.5, []),
+    "gradient_checkpointing_kwargs": ("use_reentrant=false", "use_reentrant=false", ["--gradient_checkpointing"]),
+    "torch_compile_backend": ("eager", "eager", ["--torch_compile"]),
+    "torch_compile_mode": ("default", "default", ["--torch_compile"]),
+    "save_strategy": ("best", "best", []),
+    "save_total_limit": ("2", 2, []),
+    "load_best_model_at_end": ("true", True, ["--save_steps=1000"]),
+    "dataloader_prefetch_factor": ("3", 3, ["--dataloader_num_workers=1"]),
+    "dataloader_persistent_workers": ("true", True, ["--dataloader_num_workers=1"]),
+    "dataloader_multiprocessing_context": ("spawn", "spawn", ["--dataloader_num_workers=1"]),
+    "include_num_input_tokens_seen": ("true", True, []),
+    "width": ("8", 8, []),
+    "heads": ("2", 2, []),
+    "num_train_epochs": ("0.5", 0.5, []),
+}
+
+
+@pytest.mark.parametrize("name", [f.name for kind in GROUPS for f in fields(kind)])
+def test_every_field_can_be_set_from_the_command_line_and_a_file(name: str) -> None:
+    hint = HINTS[name]
+    other = [c for c in choices_of(hint) if c != DEFAULTS.get(name)]
+    if name in SET:
+        text, value, more = SET[name]
+    elif other:
+        text, value, more = other[-1], other[-1], []
+    else:
+        kinds = {bool: ("true", True), int: ("3", 3), float: ("0.25", 0.25), str: ("some", "some")}
+        text, value, more = *next(v for k, v in kinds.items() if k in options_of(hint)), []
+    settings, _ = configure([f"--{name}", text, *more])
+    assert settings[name] == value
+    assert isinstance(settings[name], bool) == isinstance(value, bool)
+    if name in FIELDS:
+        TrainingArguments(**{k: settings[k] for k in FIELDS})
+    assert configure([write("c.yaml", **on_the_line(more, {}).settings, **{name: value})])[0][name] == value
 
 
 @pytest.mark.parametrize(
@@ -237,4 +306,29 @@ def test_the_newest_run_is_the_one_whose_checkpoint_is_the_youngest() -> None:
 
 def test_errors_inside_configure_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="halfstep train --help lists the options"):
-        configure(["--max_steps", "many"])
+        configure(["a.yaml", "b.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max_steps", "many"], "max_steps='many' is a str. Give it an int."),
+        (["--max_steps", "2.5"], "max_steps=2.5 is a float. Give it an int."),
+        (["--adam_beta2", "1"], "adam_beta2=1 is too large. Use less than 1."),
+        (["--fp16", "maybe"], "the configuration maybe cannot be read"),
+        (["--fp16=maybe"], "fp16='maybe' is a str. Give it a bool."),
+        (["--heal", "pinn"], "heal='pinn' is not known. Did you mean 'pin'?"),
+        (["--width", "wide"], "width='wide' is a str. Give it an int."),
+        (["--text"], "--text has no value. Write --text=VALUE."),
+        (["--lr_scheduler_kwargs", "num_cycles=2,"], "num_cycles"),
+        (
+            ["--optim", "adamw_bnb_8bit"],
+            "optim='adamw_bnb_8bit' is not carried by halfstep. For moments in 8 bits use optim='adamw_halfstep' and states='int8'",
+        ),
+        (["--push_to_hub"], "push_to_hub=True is not carried by halfstep. Save with trainer.save_model(folder)"),
+        (["--deepspeed", "ds.json"], "deepspeed='ds.json' is not carried by halfstep. For less memory use precision='bf16-lean'"),
+        (["--no_cuda", "--use_cpu"], "no_cuda is the old name of use_cpu, and both were given"),
+    ],
+)
+def test_wrong_values_get_the_text_that_the_arguments_give(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    assert said in failure(capsys, "train", *argv)

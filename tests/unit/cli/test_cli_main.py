@@ -7,7 +7,7 @@ import pytest
 
 from halfstep import __version__, doctor
 from halfstep.cli.main import COMMANDS, main
-from halfstep.cli.train import GROUPS
+from halfstep.cli.options import GROUPS
 from halfstep.hardware import FAMILIES
 from halfstep.policy import PRESETS, bytes_per_parameter
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import types
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError, suggest
 from halfstep.trainer.arguments.optimizers import check_optimizer
 from halfstep.trainer.arguments.schedules import check_schedule
+from halfstep.trainer.arguments.texts import choices_of, options_of
 from halfstep.trainer.arguments.values import SPACED
 
 ARTICLES = {int: "an int", float: "a float", bool: "a bool", str: "a str"}
@@ -53,15 +54,13 @@ def hints_of(kind: Any) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(kind)}
 
 
-def check_types(args: Any) -> None:
-    """Refuse a value that is not of its field's type, or not among its choices."""
-    kind: Any = type(args)
+def check_types(kind: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse a value that is not of its field's type in the dataclass `kind`, or not among its choices."""
     for name, hint in hints_of(kind).items():
-        value = getattr(args, name)
-        options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        value, options = settings[name], options_of(hint)
         if any(_fits(value, option) for option in options):
             continue
-        choices = [c for option in options if get_origin(option) is Literal for c in get_args(option)]
+        choices = choices_of(hint)
         if choices and isinstance(value, str):
             raise ConfigError(f"{name}={value!r} is not known", suggest(value, choices))
         if list[str] in options and str not in options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from halfstep.errors import ConfigError, suggest
@@ -107,8 +107,13 @@ NOT_CARRIED: dict[str, tuple[tuple[Any, ...], str]] = {
 """name: (values that say what happens here anyway, the remedy for others)."""
 
 
-def translate(settings: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """`settings` under the names of the `known` fields.
+def warn(text: str) -> None:
+    """Say it as a DeprecationWarning that points at whoever made the arguments."""
+    warnings.warn(text, DeprecationWarning, stacklevel=4)
+
+
+def translate(settings: Mapping[str, Any], known: Iterable[str], note: Callable[[str], object] = warn) -> dict[str, Any]:
+    """`settings` under the names of the `known` fields. note: gets a line about each old name.
 
     Raises ConfigError for an unknown name, for one given in both spellings, and for one that is not carried, unless its value asks for nothing.
     """
@@ -126,7 +131,7 @@ def translate(settings: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
             kind = "the old" if name in OLD_NAMES else "another"
             raise ConfigError(f"{name} is {kind} name of {new}, and both were given", f"Leave {name} out.")
         if name in OLD_NAMES:
-            warnings.warn(f"{name} is now called {new}; it is read as that", DeprecationWarning, stacklevel=3)
+            note(f"{name} is now called {new}; it is read as that")
         if name not in MEANT:
             result[new] = value
         elif value:

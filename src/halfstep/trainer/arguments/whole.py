@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, from_flags, parse
-from halfstep.trainer.arguments import checks, values
+from halfstep.trainer.arguments import checks, texts, values
 from halfstep.trainer.arguments.learning import LossFields, OptimizerFields, ScheduleFields
 from halfstep.trainer.arguments.machine import DistributedFields, PerformanceFields, PrecisionFields
 from halfstep.trainer.arguments.names import NOT_CARRIED, translate
@@ -83,7 +87,7 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
     def __post_init__(self) -> None:
         for name, value in values.plain(self):
             object.__setattr__(self, name, value)
-        checks.check_types(self)
+        checks.check_types(TrainingArguments, vars(self))
         checks.check_ranges(self)
         checks.check_together(self)
         _ = self.policy  # refuses what contradicts itself
@@ -117,6 +121,43 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
         """eval_steps, or logging_steps when that is not given."""
         return self.eval_steps if self.eval_steps is not None else self.logging_steps
 
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per micro-batch on this rank."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples per evaluation batch on this rank."""
+        return self.per_device_eval_batch_size
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Steps of warm-up in a run of so many: warmup_steps, or the share of all steps that it or warmup_ratio says, rounded up."""
+        share = self.warmup_steps or self.warmup_ratio
+        return int(share) if self.warmup_steps >= 1 else math.ceil(share * num_training_steps)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> TrainingArguments:
+        """Arguments from a mapping of names and values; texts are read by the types of their fields, as on a command line.
+
+        Raises ConfigError as the constructor does.
+        """
+        return cls(**texts.read_all(checks.hints_of(TrainingArguments), settings))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> TrainingArguments:
+        """Arguments from a YAML or JSON file, such as the config.yaml of a run. Raises ConfigError when it cannot be read, and as the constructor."""
+        return cls.from_dict(texts.read_file(Path(path)))
+
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
+        """All fields as plain values, which YAML and JSON hold and `from_dict` reads."""
         return asdict(self)
+
+    def to_json_string(self) -> str:
+        """All fields as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """All fields as numbers, truth values and texts, for loggers that take no others; lists, dicts and None as text."""
+        plain = self.to_dict() | {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in plain.items()}
