@@ -19,8 +19,8 @@ from typing import Any, Literal
 Role = Literal["ours", "twin", "peer", "reference"]
 SHORTEST = 0.03  # seconds that a turn should last: shorter steps are repeated within it
 WARM, WARM_STEPS = 2.0, 14  # seconds and steps of warming up, whichever comes first; two steps at least
-SLOW = 12.0  # seconds of a first step that make it the only one
-PATIENCE = 60.0  # seconds of warming up after which no further peer begins
+SLOW = 5.0  # seconds of a first step that make it the only one
+PATIENCE = 40.0  # seconds of warming up after which no further peer begins
 FEWEST = 5  # rounds that a comparison needs
 
 

@@ -32,7 +32,7 @@ GROWING = 4  # the first of these
 SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000, 135_000_000]
 COUNTS = [4, 20, 100, 400]
 AMPLE = 1e6  # seconds: nobody sits a round out
-MOST = 7  # rounds at each size
+MOST = 5  # rounds at each size
 TENSORS, SMALL = 100, 1000  # tensors of a model of SIZES; elements of each of COUNTS
 
 

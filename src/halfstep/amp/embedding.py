@@ -1,7 +1,7 @@
-"""Gradients of 16-bit embedding tables, summed in fp32.
+"""Gradients of embedding tables: those of 16-bit ones summed in fp32, those of large fp32 ones without a pass over the rows that no token has.
 
 A row of the table gets the sum of the gradients of all its places in the batch: thousands for a frequent token. Summed in 16 bits, all but the first
-few hundred of them round away. fp32 tables, as under `*-mixed` and `*-lean`, have no such sums; this is for tables that a policy holds in 16 bits.
+few hundred of them round away. fp32 tables, as under `*-mixed` and `*-lean`, have no such sums.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from halfstep.amp import recycled
 from halfstep.amp.mode import Route, Tables, numbered
 from halfstep.amp.ops import HALF
+from halfstep.amp.rounding import transformed, unseen
 
 
 class _Embedding(torch.autograd.Function):
@@ -45,6 +47,49 @@ class _Embedding(torch.autograd.Function):
         return total, None, None, None  # in fp32: autograd casts it to what the table takes, which torch.compile cannot ask for
 
 
+class _Rows(torch.autograd.Function):
+    """Rows of a large fp32 table on a CPU, and torch's gradient of it to the bit.
+
+    Where the backward pass has begun that gradient already, as it has for a table that is the last layer's weight too, the rows of the batch
+    are added to it; else it is made in the memory of the step before.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, padding: int) -> Tensor:
+        ctx.weight, ctx.padding = weight, padding  # a leaf, which the graph does not hold together
+        ctx.save_for_backward(indices)
+        return torch.embedding(weight, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (indices,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # it will be differentiated in its turn
+            return torch.ops.aten.embedding_dense_backward(grad, indices, ctx.weight.shape[0], ctx.padding, False), None, None
+        return unseen(_rows_gradient, grad, indices, ctx.weight, ctx.padding), None, None
+
+
+def _rows_gradient(grad: Tensor, indices: Tensor, weight: Tensor, padding: int) -> Tensor | None:
+    """The gradient of a table, or None where it was added to what there is."""
+    places, rows = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
+    if padding >= 0:
+        used = places != padding
+        places, rows = places[used], rows[used]
+    held, slots = torch.unique(places, return_inverse=True)
+    sums = torch.ops.aten.embedding_dense_backward(rows, slots, len(held), -1, False)
+    total = recycled.so_far(weight)
+    if total is not None:
+        total.index_add_(0, held, sums)
+        return None
+    total = recycled.like(weight, recycled.GRADIENT, weight.dtype).zero_().index_add_(0, held, sums)
+    recycled.begin(weight, total)
+    return total
+
+
+def _large(weight: Tensor) -> bool:
+    """Whether `_Rows` is for this table."""
+    return weight.dtype == torch.float32 and weight.numel() >= recycled.LEAST and weight.device.type == "cpu" and weight.is_leaf and not transformed()
+
+
 def embedding(
     dtype: torch.dtype,
     func: Route,
@@ -57,19 +102,22 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """F.embedding, with fp32 sums for the gradient of a 16-bit table: padding_idx and scale_grad_by_freq as in torch.
+    """F.embedding; padding_idx and scale_grad_by_freq as in torch. The gradient of a 16-bit table has fp32 sums, that of a large fp32 one is cheap.
 
     max_norm is applied by torch before the rows are read. Left to torch: tables in another format, those without a gradient, forward-mode
     derivatives, and sparse=True, whose gradient is a list of rows and is summed by the optimizer that takes it. F.embedding_bag is left to torch as
     well: its sums over a bag and its gradient are one kernel, whose modes (mean, max, weights per sample) would have to be written anew.
     """
-    ours = weight.dtype in HALF and weight.requires_grad and torch.is_grad_enabled() and not sparse
+    large = _large(weight) and not scale_grad_by_freq
+    ours = (weight.dtype in HALF or large) and weight.requires_grad and torch.is_grad_enabled() and not sparse
     if not ours or forward_ad._current_level >= 0 or not (padding_idx is None or -weight.shape[0] <= padding_idx < weight.shape[0]):
         return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if max_norm is not None:
         with torch.no_grad():
             func(input, weight, None, max_norm, norm_type)  # renormalizes the rows of the table
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    if large:
+        return _Rows.apply(weight, input, padding)  # type: ignore[no-untyped-call]
     return _Embedding.apply(weight, input, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp import pieces, scratch
+from halfstep.amp import pieces, recycled, scratch
 from halfstep.amp.mode import Route
 from halfstep.amp.pieces import Scalar
 from halfstep.amp.rounding import applied, eligible, exactly, forward_mode, narrow, recorded, rounded, transformed, unseen
@@ -53,7 +53,7 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-        low = narrow(weight, x.dtype)
+        low = weight if weight.dtype == x.dtype else recycled.like(weight, recycled.LOW, x.dtype).copy_(weight)
         b, c = low.mT if turned else low, None if bias is None else narrow(bias, x.dtype)
         ctx.save_for_backward(x, b)
         ctx.turned, ctx.shape, ctx.form = turned, None if bias is None else tuple(bias.shape), None if bias is None else bias.dtype
@@ -64,15 +64,23 @@ class _Weighted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, b = ctx.saved_tensors
         weight, need_w = ctx.weight, ctx.needs_input_grad[1]
-        # a tensor of its own and no view: to such a one autograd adds other gradients of a shared weight in place
-        found_w = torch.empty_like(weight) if need_w and not torch.is_grad_enabled() and not scratch.is_batch(grad) else None
-        into = found_w.mT if found_w is not None and ctx.turned else found_w
+        found_w = into = sofar = None
+        if need_w and not torch.is_grad_enabled() and not scratch.is_batch(grad):
+            sofar = recycled.so_far(weight)
+            # a tensor of its own and no view: to such a one autograd adds other gradients of a shared weight in place
+            found_w = recycled.like(weight, recycled.GRADIENT, weight.dtype) if sofar is None else torch.empty_like(weight)
+            into = found_w.mT if ctx.turned else found_w
         if torch.is_grad_enabled():  # the gradients will be differentiated in their turn, so they are made of the weight itself
             if weight._version != ctx.version:
                 raise RuntimeError("a weight was modified by an inplace operation after the product whose second derivative is taken")
             low = narrow(weight, x.dtype)
             b = low.mT if ctx.turned else low
         found_x, found, found_b = unseen(pieces.affine_gradients, grad, x, b, ctx.shape, 1, 1, ctx.needs_input_grad[:3], into)
+        if sofar is not None and found_w is not None:
+            unseen(sofar.add_, found_w)
+            found_w, need_w = None, False
+        elif found_w is not None:
+            recycled.begin(weight, found_w)
         if need_w and found_w is None:
             found_w = (found.mT if ctx.turned else found).to(weight.dtype)
         return found_x, found_w, None if found_b is None else found_b.to(ctx.form), None
