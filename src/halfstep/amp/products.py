@@ -53,7 +53,7 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-        low = weight if weight.dtype == x.dtype else recycled.like(weight, recycled.LOW, x.dtype).copy_(weight)
+        low = recycled.low(weight, x.dtype)
         b, c = low.mT if turned else low, None if bias is None else narrow(bias, x.dtype)
         ctx.save_for_backward(x, b)
         ctx.turned, ctx.shape, ctx.form = turned, None if bias is None else tuple(bias.shape), None if bias is None else bias.dtype

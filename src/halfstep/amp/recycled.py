@@ -14,6 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from halfstep.amp import scratch
+from halfstep.amp.rounding import narrow
+
 LEAST = 1 << 22  # elements of a weight, from which on this is done
 LOW, GRADIENT = range(2)
 
@@ -31,7 +34,7 @@ _spare = _Spare()
 
 def like(weight: Tensor, use: int, dtype: torch.dtype) -> Tensor:
     """A tensor in the shape and strides of a dense `weight`, with any values in it: in the memory of the last one, if nobody holds that."""
-    if weight.numel() < LEAST:
+    if weight.numel() < LEAST or not scratch.plain(weight):
         return torch.empty_like(weight, dtype=dtype)
     key, size = (id(weight), use), weight.numel() * dtype.itemsize
     known = _spare.blocks.get(key)
@@ -42,6 +45,13 @@ def like(weight: Tensor, use: int, dtype: torch.dtype) -> Tensor:
             blocks[key] = ref(weight, lambda _: blocks.pop(key, None)), made.untyped_storage()
         return made
     return torch.empty(0, dtype=dtype).set_(known[1], 0, weight.shape, weight.stride())
+
+
+def low(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The 16-bit copy of a weight for one product and its backward pass; the weight itself where it is in that format."""
+    if weight.dtype == dtype or weight.numel() < LEAST or not scratch.plain(weight):
+        return narrow(weight, dtype)
+    return like(weight, LOW, dtype).copy_(weight)
 
 
 def begin(weight: Tensor, gradient: Tensor) -> None:
