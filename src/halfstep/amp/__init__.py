@@ -10,6 +10,8 @@ from halfstep.amp.casting import bound_policy as bound_policy
 from halfstep.amp.casting import products_of as products_of
 from halfstep.amp.casting import settle_now as settle_now
 from halfstep.amp.casting import upcast as upcast
+from halfstep.amp.causal import ChunkedLoss as ChunkedLoss
+from halfstep.amp.causal import chunk_loss as chunk_loss
 from halfstep.amp.grad_scaler import GradScaler as GradScaler
 from halfstep.amp.grad_scaler import clip_grad_norm_ as clip_grad_norm_
 from halfstep.amp.lean import convert as convert
