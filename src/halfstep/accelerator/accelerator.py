@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import gc
 import inspect
@@ -28,7 +29,7 @@ from halfstep.accelerator.settings import (
 from halfstep.accelerator.tracked import Tracked
 from halfstep.amp import GradScaler
 from halfstep.distributed import DataParallel, launch
-from halfstep.errors import refuse_unknown, suggest
+from halfstep.errors import refuse_unknown
 from halfstep.hardware import default_device, give_back_unused_memory
 from halfstep.policy import Policy, from_flags
 from halfstep.step import Agree, Heal, OnOverflow
@@ -146,9 +147,8 @@ class Accelerator(Saving, Tracked):
     clear = free_memory
 
     def __getattr__(self, name: str) -> Any:
-        if name in ELSEWHERE:
-            raise AttributeError(f"halfstep's Accelerator has no {name}. {ELSEWHERE[name]}")
-        raise AttributeError(f"halfstep's Accelerator has no {name!r}. {suggest(name, [n for n in dir(type(self)) if not n.startswith('_')])}")
+        near = difflib.get_close_matches(name, [known for known in dir(type(self)) if not known.startswith("_")], n=1)
+        raise AttributeError(f"halfstep's Accelerator has no {name!r}. {ELSEWHERE.get(name, f'Did you mean {near[0]!r}?' if near else '')}".strip())
 
 
 def _wants_cpu() -> bool:

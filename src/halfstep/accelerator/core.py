@@ -73,8 +73,9 @@ class Core:
         self._opening = False  # inside `accumulate`, before its backward pass
         self._micro_batches = 0  # since the end of the last window
         self._earlier = 0  # micro-batches of the window before the one at hand
-        self._untouched: dict[int, Any] = {}  # by optimizer, see `may_clear`
         self._short: int | None = None  # micro-batches of a window that ends early, until its last backward pass
+        self._reached: set[int] = set()  # of several optimizers, those whose gradients backward passes of the micro-batch at hand have added to
+        self._holding: set[int] = set()  # those with gradients of the window at hand
         self._models: list[nn.Module] = []
         self._bindings: dict[int, Binding] = {}
         self._optimizers: list[PreparedOptimizer] = []

@@ -18,6 +18,7 @@ from halfstep.accelerator.prepared import PreparedOptimizer
 from halfstep.accelerator.settings import taken
 from halfstep.amp import autocast, backward_context, forward_context
 from halfstep.step import StepResult
+from halfstep.step.marks import Marks, gradients, marks, unchanged
 
 
 class Stepping(Core):
@@ -44,6 +45,7 @@ class Stepping(Core):
             self._short = None
         part = loss / window if window > 1 else loss
         scaled = self.scaler.scale(part)
+        before = {id(o.optimizer): marks(gradients(o.optimizer)) for o in self._optimizers} if self._tells_apart() else None
         joins = self.sync_gradients and self._reduces
         if joins:
             self._reducer.expect()
@@ -53,6 +55,8 @@ class Stepping(Core):
         except BaseException:
             self._reducer.give_up()
             raise
+        if before is not None:
+            self._note_reached(before)
         if joins:
             self.scaler.join_ranks()
 
@@ -70,8 +74,9 @@ class Stepping(Core):
             self._window = self._short = self._micro_batches
         if self.sync_gradients:
             self._micro_batches = 0
-            several = self._earlier and len(self._optimizers) > 1
-            self._untouched = {id(o.optimizer): _versions(o) for o in self._optimizers} if several else {}
+        self._reached.clear()
+        if not self._earlier:
+            self._holding.clear()
         self._opening = True
         try:
             yield
@@ -81,14 +86,24 @@ class Stepping(Core):
     def may_clear(self, optimizer: Optimizer) -> bool:
         """Whether `zero_grad` may clear gradients of `optimizer` now: not those of a window that is going on.
 
-        Neither at the start of its last micro-batch, nor later in it, when it is another optimizer's turn and this one's gradients are still those of
+        Neither at the start of its last micro-batch, nor later in it while it is another optimizer's turn and this one's gradients are still those of
         the micro-batches before (a GAN's generator while its discriminator steps).
         """
-        if id(optimizer) in self._untouched:
-            return bool(_versions(optimizer) != self._untouched[id(optimizer)])
+        if self._tells_apart():
+            return self.sync_gradients if id(optimizer) in self._reached else id(optimizer) not in self._holding
         if self._opening:
             return not self._held or not self._earlier
         return self.sync_gradients or not self._held
+
+    def _tells_apart(self) -> bool:
+        """Whether windows are kept for each optimizer by itself."""
+        return len(self._optimizers) > 1 and self._full_window > 1
+
+    def _note_reached(self, before: dict[int, Marks]) -> None:
+        """A backward pass has run: note whose gradients it has added to."""
+        found = {id(o.optimizer) for o in self._optimizers if not unchanged(before[id(o.optimizer)], gradients(o.optimizer))}
+        self._reached |= found
+        self._holding |= found
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip unscaled gradients to `max_norm` and return their norm before that; None, and nothing, inside a window."""
@@ -149,7 +164,7 @@ class Stepping(Core):
             self.last_step = StepResult(False, "accumulating", scale=scale, next_scale=scale)
             return self.last_step
         self._held = False
-        self._untouched.pop(id(optimizer), None)
+        self._holding.discard(id(optimizer))
         for model in self._models:
             if refuse_changed(model, self._signatures[id(model)], self._optimizers):
                 self.scaler.watch(model)  # parts that are new
@@ -159,8 +174,3 @@ class Stepping(Core):
             self.scaler.update()
             self.reduced_bytes, self._sent = self._reducer.sent - self._sent, self._reducer.sent
         return self.last_step
-
-
-def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Tells gradients that a backward pass has added to from those that it has not reached."""
-    return [(id(p.grad), p.grad._version) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
