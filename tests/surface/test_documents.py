@@ -12,7 +12,8 @@ import halfstep
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [path for path in GUIDES if path.name not in ("README.md", "nan.md")]  # the pages on formats and methods
+ROADS = ("README.md", "nan.md", "from_transformers.md", "from_accelerate.md")  # ways through, not pages on formats and methods
+PAGES = [path for path in GUIDES if path.name not in ROADS]
 HEADINGS = ["What it is", "Bytes", "The algorithm in ten lines", "Limits", "Source"]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *GUIDES]
 
@@ -48,6 +49,14 @@ def test_the_readme_python_blocks_run():
     assert len(blocks) >= 3
     code = "\n\n".join(blocks)
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_quickstart_python_blocks_run(tmp_path):
+    """In order, in one namespace, as somebody would type them."""
+    blocks = python_blocks(ROOT / "docs" / "quickstart.md")
+    assert len(blocks) >= 4
+    done = subprocess.run([sys.executable, "-W", "error", "-c", "\n\n".join(blocks)], cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
