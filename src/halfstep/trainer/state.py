@@ -47,9 +47,10 @@ class TrainerState:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the fields of a saved state."""
+        """Take over the fields of a saved state; those that an older halfstep did not have are as at the beginning of a run."""
+        begun = TrainerState()
         for f in fields(self):
-            setattr(self, f.name, state[f.name])
+            setattr(self, f.name, state.get(f.name, getattr(begun, f.name)))
 
 
 class Losses:
