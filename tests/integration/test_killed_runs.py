@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,7 +22,9 @@ sys.path.insert(0, {here!r})
 from resumed_runs import trainer
 from halfstep.checkpoint import latest
 place = Path(sys.argv[1])
-made = trainer(place, precision="bf16-lean", max_steps=60, save_steps=1, save_total_limit=2, logging_steps=3)
+made = trainer(place, precision="bf16-lean", max_steps=30, save_steps=1, save_total_limit=2, logging_steps=3)
+place.mkdir(exist_ok=True)
+(place / "begun").touch()
 print("ready", flush=True)
 made.train(resume_from_checkpoint=latest(place / "run") is not None)
 """
@@ -41,10 +44,10 @@ def finished(place: Path) -> dict[str, torch.Tensor]:
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     newest = latest(place / "run")
-    assert newest.name == "checkpoint-60"
+    assert newest.name == "checkpoint-30"
     weights = load_file(newest / "model.safetensors") | {f"optimizer.{k}": v for k, v in load_file(newest / "optimizer.safetensors").items()}
     lines = [line.partition('"tokens')[0] for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 20, "each record once"
+    assert len(lines) == 10, "each record once"
     return weights
 
 
@@ -56,12 +59,12 @@ def killed(place: Path, after: float) -> None:
 
 
 def check_kills(tmp_path: Path, moments: list[float]) -> None:
-    began = time.monotonic()
     expected = finished(tmp_path / "unbroken")
-    took = time.monotonic() - began
+    saves = [p.stat().st_mtime for p in (tmp_path / "unbroken" / "run").iterdir()]
+    took = max(saves) - (tmp_path / "unbroken" / "begun").stat().st_mtime
     for number, share in enumerate(moments):
         place = tmp_path / str(number)
-        killed(place, share * min(took, 3.0))
+        killed(place, share * took)
         if (place / "run").exists():
             assert all(is_whole(c) for c in checkpoints(place / "run")), f"killed after {share:.3f} of the run"
         found = finished(place)
@@ -70,15 +73,11 @@ def check_kills(tmp_path: Path, moments: list[float]) -> None:
         assert not [p for p in (place / "run").iterdir() if p.name.startswith(".")]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
-def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    check_kills(tmp_path, [0.4])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
-def test_a_run_killed_at_20_random_moments_resumes_20_times(tmp_path: Path) -> None:
+def test_a_run_killed_at_20_random_moments_resumes_20_times() -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"moments by seed {seed}")
     moments = random.Random(seed)
-    check_kills(tmp_path, [moments.random() for _ in range(20)])
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as place:
+        check_kills(Path(place), [moments.random() for _ in range(20)])
