@@ -126,6 +126,16 @@ class Accelerator(Saving, Tracked):
         self._run_under(self._asked)
 
     @property
+    def even_batches(self) -> bool:
+        """Whether the last batches of a pass are filled up, so that every process has as many."""
+        return self.dataloader_config.even_batches
+
+    @property
+    def non_blocking(self) -> bool:
+        """What was asked for; batches in pinned memory are moved without waiting either way."""
+        return self.dataloader_config.non_blocking
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of a prepared optimizer, of one of them, was refused."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)

@@ -107,6 +107,33 @@ def _refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence
             raise ConfigError(f"{name} was on {before[1]} when the model was prepared and is on {p.device} now", "Move the model before prepare().")
 
 
+def refuse_loss(loss: Any, models: Sequence[nn.Module], with_gradient: bool) -> None:
+    """Raise ConfigError for a loss that nothing can be trained with, and say which models are to blame; a good one passes at once."""
+    if not isinstance(loss, torch.Tensor) or (loss.requires_grad and (with_gradient or loss.numel() == 1)):
+        return
+    if loss.requires_grad:
+        raise ConfigError(f"the loss has shape {tuple(loss.shape)}, and a backward pass begins at one number", "Reduce it: loss.mean().")
+    blamed = [text for model in models if (text := _untrainable(model))]
+    why = "; ".join(blamed) or "it was computed from detached tensors, or under torch.no_grad()"
+    raise ConfigError(f"the loss has no graph, so it cannot train anything: {why}", "Compute it from outputs of a model with parameters to train.")
+
+
+def _untrainable(model: nn.Module) -> str:
+    """Why no loss can come from a model; empty for one that can be trained."""
+    count = sum(1 for _ in model.parameters())
+    if any(p.requires_grad for p in model.parameters()):
+        return ""
+    name = type(model).__name__
+    return f"all {count} parameters of {name} are frozen (requires_grad=False)" if count else f"{name} has no parameters"
+
+
+def refuse_unfilled(model: nn.Module) -> None:
+    """Raise ConfigError for a model on the meta device, whose parameters have shapes and no values."""
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ConfigError(f"{name} is on the meta device: it has a shape and no values", "Load the weights before prepare().")
+
+
 def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError for a model that is not on the device, where it is to be left where it is."""
     for name, p in model.named_parameters():

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from halfstep.accelerator.decided import adopt_products, decide, refuse_other_policy, resolved
-from halfstep.accelerator.facts import Signature, model_facts, refuse_elsewhere, refuse_orphans
+from halfstep.accelerator.facts import Signature, model_facts, refuse_elsewhere, refuse_orphans, refuse_unfilled
 from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.accelerator.stepping import Stepping
 from halfstep.amp import bind, bound_policy
@@ -63,10 +63,9 @@ class Preparing(Stepping):
         if not isinstance(model, nn.Module):
             raise ConfigError(_is_no("prepare_model", model), "Give it a torch.nn.Module.")
         already = bound_policy(model)
-        if isinstance(model, DistributedDataParallel):
-            raise ConfigError(
-                "prepare() was given a DistributedDataParallel", "Give it the module inside: halfstep brings gradients together itself."
-            )
+        if isinstance(model, DistributedDataParallel | nn.DataParallel):
+            raise ConfigError(_is_no("prepare", model), "Give it the module inside: halfstep brings gradients together itself, under torchrun.")
+        refuse_unfilled(model)
         if self.policy.is_auto:
             self._run_under(*self.ranks.broadcast_object(decide(model, self.device)))
         refuse_other_policy(already, self.policy)

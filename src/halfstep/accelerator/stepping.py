@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from halfstep.accelerator import replay
 from halfstep.accelerator.configuration import AutocastKwargs
 from halfstep.accelerator.core import Core
-from halfstep.accelerator.facts import refuse_changed
+from halfstep.accelerator.facts import refuse_changed, refuse_loss
 from halfstep.accelerator.prepared import PreparedOptimizer
 from halfstep.accelerator.settings import taken
 from halfstep.amp import autocast, backward_context, forward_context
@@ -39,6 +39,7 @@ class Stepping(Core):
         A window has gradient_accumulation_steps of them; the last one before a loader ends may have fewer, and its
         gradients are then the mean over those.
         """
+        refuse_loss(loss, self._models, "gradient" in kwargs)
         window, self._held, self._opening = self._window, True, False
         if self._short is not None:  # the loader ended inside a window: what was divided by the full length is a mean over fewer
             self.scaler.rescale_(self._full_window / window)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from halfstep import Accelerator
 from halfstep import accelerator as ours
+from halfstep.accelerator.facts import refuse_elsewhere
 from halfstep.errors import ConfigError, DataError
 
 Pair = namedtuple("Pair", "a b")
@@ -158,7 +159,7 @@ def test_handlers_reach_what_they_are_for(library) -> None:
     assert (a._handlers.ddp.find_unused_parameters, a._handlers.ddp.bucket_cap_mb) == (True, 3)
     assert (a._handlers.group.timeout, a._handlers.group.backend) == (timedelta(seconds=30), None)
     assert a.gradient_accumulation_steps == 3
-    assert a.split_batches
+    assert (a.split_batches, a.even_batches, a.non_blocking) == (True, True, False)
     assert not accelerator("fp16", kwargs_handlers=[library.GradScalerKwargs(enabled=False)]).scaler.is_enabled()
 
 
@@ -228,8 +229,8 @@ def test_models_and_batches_may_stay_where_they_are() -> None:
     _model, loader = a.prepare(net(), DataLoader(torch.ones(2, 2)))
     assert loader.device is None
     assert next(iter(loader)).shape == (1, 2)
-    with pytest.raises(ConfigError, match=r"weight is on meta.*model\.to\(accelerator\.device\)"):
-        a.prepare(nn.Linear(2, 1, device="meta"))
+    with pytest.raises(ConfigError, match=r"weight is on cpu, the accelerator trains on cuda:0.*model\.to\(accelerator\.device\)"):
+        refuse_elsewhere(net(), torch.device("cuda", 0))
     assert accelerator().prepare(DataLoader(torch.ones(2, 2)), device_placement=[False]).device is None
 
 
@@ -309,3 +310,32 @@ def test_seeds_are_equal_or_differ_by_process(monkeypatch: pytest.MonkeyPatch) -
     assert drawn(device_specific=True) != base
     with pytest.raises(ConfigError, match="seed=-1"):
         ours.set_seed(-1)
+
+
+class Empty(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_loss_that_trains_nothing_names_the_models_to_blame(precision: str) -> None:
+    a = accelerator(precision)
+    frozen, empty = a.prepare(net().requires_grad_(False), Empty())
+    with pytest.raises(ConfigError, match=r"all 2 parameters of Linear are frozen \(requires_grad=False\); Empty has no parameters"):
+        a.backward(frozen(torch.ones(1, 2)).sum() + empty(torch.ones(2)))
+    good = a.prepare(nn.Bilinear(2, 2, 1))
+    with pytest.raises(ConfigError, match="parameters of Linear are frozen"):
+        a.backward(frozen(torch.ones(1, 2)).sum())
+    with pytest.raises(ConfigError, match=r"shape \(3, 1\).*loss\.mean\(\)"):
+        a.backward(good(torch.ones(3, 2), torch.ones(3, 2)))
+    with pytest.raises(ConfigError, match="given a float"):
+        a.backward(3.0)
+    a.backward(good(torch.ones(3, 2), torch.ones(3, 2)), gradient=torch.ones(3, 1))
+    assert good.bias.grad is not None
+
+
+def test_models_that_cannot_be_trained_here_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weight is on the meta device.*Load the weights"):
+        accelerator().prepare(nn.Linear(2, 1, device="meta"))
+    with pytest.raises(ConfigError, match=r"a DataParallel.*the module inside"):
+        accelerator().prepare(nn.DataParallel(net()))
