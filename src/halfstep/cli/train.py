@@ -117,7 +117,7 @@ def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
     own = {f.name: f.default for kind in KINDS for f in fields(kind)}
     settings = own | DEFAULTS | base | line.settings
     settings["overwrite_output_dir"] = line.overwrite or settings["overwrite_output_dir"]
-    for kind in KINDS:
+    for kind in (DemoArguments, GPTConfig):
         check_types(kind, settings)
     _yield_defaults(settings, set(line.settings), set(base))
     if not settings["output_dir"]:

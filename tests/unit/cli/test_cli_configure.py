@@ -150,7 +150,7 @@ SET: dict[str, tuple[str, object, list[str]]] = {  # option: (text, value, what 
     "dataloader_prefetch_factor": ("3", 3, ["--dataloader_num_workers=1"]),
     "dataloader_persistent_workers": ("true", True, ["--dataloader_num_workers=1"]),
     "dataloader_multiprocessing_context": ("spawn", "spawn", ["--dataloader_num_workers=1"]),
-    "include_num_input_tokens_seen": ("true", True, []),
+    "include_num_input_tokens_seen": ("true", "true", []),
     "width": ("8", 8, []),
     "heads": ("2", 2, []),
     "num_train_epochs": ("0.5", 0.5, []),

@@ -37,6 +37,31 @@ def test_the_help_of_train_tells_every_option_with_what_it_is(capsys: pytest.Cap
     assert "positions the model can look back on" in out
 
 
+def test_the_help_of_train_is_grouped_by_topic_and_tells_types_choices_and_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # the width of the terminal changes nothing
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: halfstep train [CONFIG.yaml] [--name value ...]\n")
+    topics = [line[:-1] for line in out.splitlines() if line and not line.startswith(" ") and line.endswith(":")]
+    assert topics[2:6] == ["Text", "Model", "Run", "Batches"]
+    assert topics[-3:] == ["Precision", "Performance", "Distributed"]
+    assert len(topics) == len(GROUPS) + 2
+    assert max(map(len, out.splitlines())) <= 110
+    flat = " ".join(out.split())
+    for told in (
+        "--max_steps INT optimizer steps to apply; -1 means as many as the epochs have (default: 1000)",
+        "--fp16 {true,false} the same as precision=fp16-mixed (default: false)",
+        "--heal {pin,skip,raise} what follows",
+        "--learning_rate NUMBER at its highest, after warm-up (default: 0.003)",
+        "one of linear, cosine, cosine_with_restarts,",
+        "--label_names NAME,NAME the columns that are labels",
+    ):
+        assert told in flat
+
+
 def test_the_help_of_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["doctor", "--help"])

@@ -169,3 +169,59 @@ def test_setting_a_value_says_how_it_is_done() -> None:
 @pytest.mark.parametrize(("settings", "steps"), [({"warmup_steps": 7}, 7), ({"warmup_steps": 0.11}, 11), ({"warmup_ratio": 0.101}, 11), ({}, 0)])
 def test_steps_of_warm_up(settings: dict, steps: int) -> None:
     assert TrainingArguments(**settings).get_warmup_steps(100) == steps
+
+
+@dataclasses.dataclass
+class Model:
+    name: str = "x"
+
+
+@dataclasses.dataclass(frozen=True)
+class Extended(TrainingArguments):
+    beta: float = 0.5
+    kind: str | None = None
+
+
+def test_the_parser_of_transformers_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import HfArgumentParser
+
+    for field in dataclasses.fields(TrainingArguments):  # it changes the types of fields
+        monkeypatch.setattr(field, "type", field.type)
+    line = "--name y --output_dir o --max_steps 3 --learning_rate 1e-3 --fp16 --eval_strategy steps --eval_steps 2 --report_to wandb --optim sgd "
+    line += "--optim_args momentum=0.9 --lr_scheduler_type cosine --label_names a b --include_num_input_tokens_seen all --no_remove_unused_columns"
+    model, args = HfArgumentParser((Model, TrainingArguments)).parse_args_into_dataclasses(line.split())
+    assert model == Model("y")
+    assert args == TrainingArguments(
+        "o",
+        max_steps=3,
+        learning_rate=1e-3,
+        fp16=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        report_to="wandb",
+        optim="sgd",
+        optim_args="momentum=0.9",
+        lr_scheduler_type="cosine",
+        label_names=["a", "b"],
+        include_num_input_tokens_seen="all",
+        remove_unused_columns=False,
+    )
+
+
+def test_a_frozen_subclass_adds_fields_which_are_checked_too() -> None:
+    args = Extended.from_dict({"beta": "0.25", "max_steps": "3", "kind": "null"})
+    assert (args.beta, args.max_steps, args.kind) == (0.25, 3, None)
+    with pytest.raises(ConfigError, match=r"beta='x' is a str. Give it a float"):
+        Extended(beta="x")
+
+
+def test_scripts_may_ask_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    args = TrainingArguments(use_cpu=True, per_device_eval_batch_size=5)
+    alone = (args.device, args.n_gpu, args.world_size, args.process_index, args.local_process_index, args.should_save, args.should_log)
+    assert alone == (torch.device("cpu"), 0, 1, 0, 0, True, True)
+    assert (args.train_batch_size, args.eval_batch_size) == (8, 5)
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert (args.world_size, args.process_index, args.local_process_index, args.should_save, args.should_log) == (4, 3, 1, False, False)

@@ -45,8 +45,8 @@ def _plain(name: str, value: Any) -> Any:
         return name_of(value)
     if name in DICTS and isinstance(value, str):
         return arguments_in(name, value)
-    if name == "include_num_input_tokens_seen" and isinstance(value, bool):
-        return "all" if value else "no"
+    if name == "include_num_input_tokens_seen" and str(value).lower() in ("true", "false"):
+        return "all" if str(value).lower() == "true" else "no"
     if isinstance(value, tuple):
         return list(value)
     return value

@@ -75,6 +75,6 @@ class LoggingFields:
     logging_dir: str | None = None
     log_stalled: bool = False
     log_on_each_node: bool = True
-    include_num_input_tokens_seen: Literal["no", "all", "non_padding"] | bool = "no"
-    report_to: str | list[str] | None = "none"
+    include_num_input_tokens_seen: Literal["no", "all", "non_padding"] = "no"
+    report_to: None | str | list[str] = "none"  # noqa: RUF036 # the order that transformers' HfArgumentParser can read
     run_name: str | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, from_flags, parse
 from halfstep.trainer.arguments import checks, texts, values
+from halfstep.trainer.arguments.here import Here
 from halfstep.trainer.arguments.learning import LossFields, OptimizerFields, ScheduleFields
 from halfstep.trainer.arguments.machine import DistributedFields, PerformanceFields, PrecisionFields
 from halfstep.trainer.arguments.names import NOT_CARRIED, translate
@@ -78,6 +79,7 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
     OptimizerFields,
     BatchFields,
     RunFields,
+    Here,
 ):
     """The settings of a training run; a frozen value (`dataclasses.replace` makes a changed one).
 
@@ -87,7 +89,7 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
     def __post_init__(self) -> None:
         for name, value in values.plain(self):
             object.__setattr__(self, name, value)
-        checks.check_types(TrainingArguments, vars(self))
+        checks.check_types(type(self), vars(self))
         checks.check_ranges(self)
         checks.check_together(self)
         _ = self.policy  # refuses what contradicts itself
@@ -142,7 +144,8 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
 
         Raises ConfigError as the constructor does.
         """
-        return cls(**texts.read_all(checks.hints_of(TrainingArguments), settings))
+        kind: Any = cls
+        return cls(**texts.read_all(checks.hints_of(kind), settings))
 
     @classmethod
     def from_file(cls, path: str | Path) -> TrainingArguments:
