@@ -76,7 +76,8 @@ class autocast:  # noqa: N801  the name of torch's
         """What a mode has to do inside this block, or None where torch's autocast alone does it."""
         mode = current(self.device_type)
         if self.enabled:
-            wanted = _wanted(self.device_type, self.ops, self.fp32_ops, self.half_ops, self._emulated)
+            find = _traced if torch.compiler.is_compiling() else _wanted
+            wanted = find(self.device_type, self.ops, self.fp32_ops, self.half_ops, self._emulated)
             return wanted if wanted.acts_on or mode is not None else None
         if torch.is_autocast_enabled(self.device_type) or (mode is not None and mode.tables.acts_off):
             around = mode.tables.island or mode.tables if mode is not None else None
@@ -147,13 +148,24 @@ def _wanted(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tupl
     return tables(device, op_list, fp32_ops, half_ops, emulated)
 
 
+@functools.cache
+def _twin(*key: Any) -> Tables:
+    found = _wanted(*key)
+    return Tables(found.on, found.off, found.emulated, found.island)
+
+
+def _traced(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...], emulated: tuple[str, ...]) -> Tables:
+    """Those of a graph: never the very object of a block that is open around it, which torch.compile cannot guard on being the same constant."""
+    return _twin(device, op_list, fp32_ops, half_ops, emulated)
+
+
 def _island(device: str) -> Tables:
     return bare_island(device)
 
 
 # torch.compile calls these once and does not look inside: torch.compiler.assume_constant_result, without a second of imports
 _settled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_wanted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _island._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

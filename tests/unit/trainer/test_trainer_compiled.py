@@ -1,0 +1,129 @@
+"""torch_compile=True: the run of the model that is not compiled, with no trace of the compiler in names and checkpoints."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from halfstep import Trainer, TrainingArguments
+from halfstep.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, when it compiles
+PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-lean", "fp16-lean", "bf16-true", "fp16-true"]
+QUICK = ("fp32", "fp16-mixed", "bf16-lean", "bf16-true")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.drop, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Dropout(p), nn.Linear(32, 16)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(self.drop(F.gelu(self.up(self.norm(h)))))
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.blocks, self.head = nn.Embedding(31, 16), nn.ModuleList(Block(p) for _ in range(2)), nn.Linear(16, 31)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.table(input_ids)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h)
+        return {"loss": F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def rows(count: int = 16) -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, 31, (count, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": r, "labels": r.roll(-1)} for r in ids]
+
+
+def trained(place: Path, model: nn.Module, resume: Path | None = None, **settings: Any) -> tuple[Trainer, list[Any]]:
+    defaults: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "logging_steps": 1, "max_steps": 4}
+    defaults |= {"save_steps": 2, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    args = TrainingArguments(output_dir=str(place), **{**defaults, **settings})
+    trainer = Trainer(model, args, None, rows(), rows(8))
+    trainer.train(str(resume) if resume is not None else None)
+    return trainer, [[r[key] for r in trainer.state.log_history if key in r] for key in ("loss", "eval_loss")]
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    mine, theirs = a.state_dict(), b.state_dict()
+    return list(mine) == list(theirs) and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+@pytest.mark.parametrize("precision", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS])
+def test_a_compiled_run_is_the_run_with_no_break_in_its_graphs(tmp_path: Path, precision: str) -> None:
+    p = 0.1 if precision == "fp32" else 0.0  # dropout of 16-bit values is rounded elsewhere in a graph; of the same random numbers
+    eager, compiled = Net(p), Net(p)
+    _, expected = trained(tmp_path / "a", eager, precision=precision)
+    trainer, found = trained(tmp_path / "b", compiled, precision=precision, torch_compile=True, torch_compile_backend="aot_eager")
+    assert found[0] == expected[0]
+    assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found[1], expected[1], strict=True))  # a graph without gradients is decomposed
+    assert same(eager, compiled)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # in training and in evaluation
+    assert compiled._compiled_call_impl is None
+    assert trainer.model is compiled
+    trainer.save_model(str(tmp_path / "model"))
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(Net().state_dict())
+
+
+@pytest.mark.parametrize("precision", ["fp16-mixed", pytest.param("bf16-lean", marks=pytest.mark.slow)])
+def test_it_goes_on_from_checkpoints_compiled_and_not(tmp_path: Path, precision: str) -> None:
+    how = {"precision": precision, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    whole, resumed, eager = Net(), Net(), Net()
+    trained(tmp_path / "a", whole, **how)
+    trained(tmp_path / "b", resumed, tmp_path / "a" / "checkpoint-2", **how)
+    trained(tmp_path / "c", eager, tmp_path / "a" / "checkpoint-2", precision=precision)
+    assert same(whole, resumed)
+    assert same(whole, eager)
+
+
+@pytest.mark.slow
+def test_with_gradient_checkpointing_and_accumulation(tmp_path: Path) -> None:
+    eager, compiled = Net(), Net()
+    trained(tmp_path / "a", eager, precision="bf16-mixed", gradient_accumulation_steps=2)
+    how = {"torch_compile": True, "torch_compile_backend": "aot_eager", "gradient_checkpointing": True}
+    trained(tmp_path / "b", compiled, precision="bf16-mixed", gradient_accumulation_steps=2, **how)
+    assert same(eager, compiled)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor compiles C++, and there is no g++ on this machine")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_inductor_stays_within_the_stated_bound(tmp_path: Path, precision: str) -> None:
+    bound = 1e-5 if precision == "fp32" else 2e-2 if precision.startswith("bf16") else 2e-3
+    _, expected = trained(tmp_path / "a", Net(), precision=precision)
+    _, found = trained(tmp_path / "b", Net(), precision=precision, torch_compile=True)
+    assert all(math.isclose(a, b, rel_tol=bound) for a, b in zip([*expected[0], *expected[1]], [*found[0], *found[1]], strict=True))
+
+
+def test_names_that_torch_does_not_know_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"torch_compile_backend='inducter' is not known. Did you mean 'inductor'"):
+        trained(tmp_path, Net(), torch_compile=True, torch_compile_backend="inducter")
+    with pytest.raises(ConfigError, match=r"torch_compile_mode='max' is not known"):
+        trained(tmp_path, Net(), torch_compile=True, torch_compile_mode="max")
+    with pytest.raises(ConfigError, match=r"has no effect with torch_compile_backend='aot_eager'"):
+        trained(tmp_path, Net(), torch_compile=True, torch_compile_mode="max-autotune", torch_compile_backend="aot_eager")
