@@ -132,14 +132,14 @@ class Saving(Preparing):
         if self.ranks.is_main:
             write_object(obj, f, safe_serialization)
 
-    def save_model(self, model: nn.Module, save_directory: str | Path, *, safe_serialization: bool = True) -> None:
+    def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB", safe_serialization: bool = True) -> None:
         """Write a prepared model alone into a folder, weights as in `get_state_dict`.
 
-        By its own `save_pretrained` where it has one, else as model.safetensors.
+        By its own `save_pretrained` where it has one, else as model.safetensors. max_shard_size: bytes, or text such as "5GB", of the largest file.
         """
         _refuse_pickle(safe_serialization)
         if self.ranks.is_main:
-            checkpoint.write_model(self.unwrap_model(model), Path(save_directory), self.get_state_dict(model))
+            checkpoint.write_model(self.unwrap_model(model), Path(save_directory), self.get_state_dict(model), max_shard_size)
         self.ranks.barrier()
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
