@@ -341,7 +341,7 @@ def test_an_island_computes_with_the_fp32_masters() -> None:
     assert torch.equal(loss, linear_cross_entropy(h.float(), weight, IDS))
 
 
-@pytest.mark.parametrize("text", ["fp32", "fp16-mixed", pytest.param("bf16-lean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["fp16-mixed", pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16-lean", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, when it compiles
 def test_compiled_it_is_one_op_with_the_same_bits(text: str, reduction: str) -> None:
