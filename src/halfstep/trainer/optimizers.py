@@ -125,6 +125,12 @@ def _named(target: str) -> Callable[..., Optimizer]:
         found = getattr(found, part)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise ConfigError(f"optim={target!r} is no class of torch optimizers", "Name a subclass of torch.optim.Optimizer.")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"optim={target!r} evaluates the loss itself, and the Trainer does that",
+            "Use halfstep.Accelerator in a loop of your own, or another one.",
+        )
     return found
 
 

@@ -1,5 +1,7 @@
 """The optimizer that the arguments describe: its class, its settings, and which parameters decay."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -95,7 +97,8 @@ def test_any_optimizer_by_name_or_class_with_its_arguments(optim: object, optim_
         ({"optim": "torch.optim.Adan"}, r"optim='torch.optim.Adan': torch.optim has no 'Adan'. Did you mean 'Adam'"),
         ({"optim": "no_such_package.Adan"}, r"there is no module 'no_such_package'"),
         ({"optim": "torch.nn.Linear"}, r"optim='torch.nn.Linear' is no class of torch optimizers"),
-        ({"optim": "torch.optim.LBFGS", "weight_decay": 0.1}, r"weight_decay=0.1 has no effect with optim='torch.optim.LBFGS', which takes none"),
+        ({"optim": "torch.optim.LBFGS"}, r"optim='torch.optim.LBFGS' evaluates the loss itself, and the Trainer does that"),
+        ({"optim": "torch.optim.Rprop", "weight_decay": 0.1}, r"weight_decay=0.1 has no effect with optim='torch.optim.Rprop', which takes none"),
     ],
 )
 def test_what_an_optimizer_does_not_take_is_refused(settings_: dict, said: str) -> None:
@@ -139,3 +142,39 @@ def test_norms_are_known_by_type_and_other_vectors_decay() -> None:
     net = nn.ModuleDict({"a": nn.BatchNorm1d(2), "b": nn.GroupNorm(1, 2), "c": nn.RMSNorm(2), "d": nn.PReLU(2), "e": nn.Embedding(3, 2)})
     net.scale = nn.Parameter(torch.ones(2))
     assert decays(net) == ["scale", "d.weight", "e.weight"]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.body(x)[:, 0] - labels).square().mean()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-lean", "fp16-mixed"])
+@pytest.mark.parametrize("optim", ["sgd", "lion", "adafactor", "rmsprop", "adagrad", "adamw_torch", "torch.optim.NAdam"])
+def test_every_optimizer_trains_under_every_kind_of_precision(optim: str, precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    draws = torch.Generator().manual_seed(1)
+    data = [{"x": x, "labels": x.sum()} for x in torch.randn(16, 4, generator=draws)]
+    args = TrainingArguments(
+        str(tmp_path),
+        optim=optim,
+        optim_args="momentum=0.5" if optim == "sgd" else None,
+        precision=precision,
+        max_steps=30,
+        logging_steps=1,
+        learning_rate=0.03,
+        weight_decay=0.01,
+        per_device_train_batch_size=16,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = halfstep.Trainer(Small(), args, train_dataset=data)
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert losses[-1] < 0.6 * losses[0]
+    assert trainer.state.global_step == 30
