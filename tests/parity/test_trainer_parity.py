@@ -138,7 +138,6 @@ def test_a_loss_function_of_the_user(tmp_path: Path) -> None:
     same(ours, theirs)
 
 
-@SOON
 @pytest.mark.parametrize("make", [language, classification])
 def test_label_smoothing(make: Any, tmp_path: Path) -> None:
     ours, theirs = both(make(), tmp_path, label_smoothing_factor=0.1, gradient_accumulation_steps=2)

@@ -72,7 +72,8 @@ def run(library: Any, job: Job, folder: Path, settings: dict[str, Any], told: bo
             warnings.simplefilter("ignore")
         given = {"data_collator": job.collator, "train_dataset": job.train, "eval_dataset": job.valid} | (job.trainer or {})
         trainer = in_order(library.Trainer)(model=model, args=args, **given)
-        if told and library is transformers and not counting_tokens(model) and "compute_loss_func" not in given:
+        divided = counting_tokens(model) or "compute_loss_func" in given or settings.get("label_smoothing_factor")
+        if told and library is transformers and not divided:
             trainer.loss_is_scaled_for_ga = False  # or it adds up the losses of a window, believing that the model has divided them
         trainer.train()
     history = trainer.state.log_history
