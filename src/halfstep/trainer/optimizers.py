@@ -31,7 +31,10 @@ def make_optimizer(model: nn.Module, args: TrainingArguments) -> Optimizer:
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise ConfigError("the model has no trainable parameter", "Set requires_grad=True on those to train.")
+        frozen = sum(1 for _ in model.parameters())
+        if not frozen:
+            raise ConfigError("the model has no parameters, so there is nothing to train", "Register them: nn.Parameter and modules as attributes.")
+        raise ConfigError(f"the model has no trainable parameter: all {frozen} are frozen", "Set requires_grad=True on those to train.")
     kind = _class(args, model, list(trainable.values()))
     return _construct(kind, _groups(kind, model, trainable, args), args)
 

@@ -63,6 +63,8 @@ def loss_of(outputs: Any) -> Tensor:
         if loss.numel() != 1:
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}", "Return its mean, a scalar.")
         return loss.reshape(())
+    if loss is not None:
+        raise ConfigError(f"the model's loss is a {type(loss).__name__}", "Return a scalar tensor, computed from the model's outputs.")
     if isinstance(outputs, Mapping):
         what = f"a mapping of {', '.join(map(str, outputs))}"
     else:
@@ -166,9 +168,17 @@ def check_labels(model: nn.Module, labels: Any) -> None:
 
 @contextmanager
 def explained(inputs: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[None]:
-    """A block in which torch's error about a class out of bounds is told in terms of the labels in `inputs`."""
+    """A block in which torch's errors about `inputs` are told in terms of them: a class out of bounds, a column that is no tensor."""
     try:
         yield
+    except (TypeError, AttributeError) as error:
+        found = {k: v for k, v in inputs.items() if isinstance(v, list | tuple | np.ndarray)}
+        if not found:
+            raise
+        raise DataError(
+            f"the batch has {', '.join(f'{k!r} as a {type(v).__name__}' for k, v in found.items())}, and the model failed on it: {error}",
+            "Let the collator return tensors; sequences of unlike lengths are padded to one (for example by transformers.DataCollatorWithPadding).",
+        ) from error
     except IndexError as error:
         labels = next((v for k, v in inputs.items() if k in names and isinstance(v, Tensor)), None)
         if labels is None or labels.is_floating_point() or "out of bounds" not in str(error):

@@ -60,7 +60,7 @@ def test_weight_decay_is_for_matrices_only_and_frozen_parameters_are_left_out() 
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model has no trainable parameter. Set requires_grad=True on those to train"):
+    with pytest.raises(ConfigError, match=r"the model has no trainable parameter: all \d+ are frozen. Set requires_grad=True on those to train"):
         make_optimizer(model().requires_grad_(False), TrainingArguments())
 
 
