@@ -16,6 +16,7 @@ WHY_OTHER_DEFAULT = {
     "optim": "fused AdamW for fp32 weights and states, halfstep's for 16-bit ones",
     "logging_nan_inf_filter": "nothing is filtered: a loss that is not finite shows in the mean; True is refused",
     "gradient_checkpointing": "off, as there",
+    "include_for_metrics": "nothing, as there",
 }
 WHAT_FOR = {  # fields that transformers does not have
     "precision": "a policy: `bf16-mixed`, `fp16-mixed,scale=static:1024`, `bf16-lean`, ...",

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from halfstep.step import StepResult as StepResult
     from halfstep.tracing import Finding as Finding
     from halfstep.tracing import Trace as Trace
+    from halfstep.trainer import DefaultFlowCallback as DefaultFlowCallback
+    from halfstep.trainer import EarlyStoppingCallback as EarlyStoppingCallback
     from halfstep.trainer import EvalPrediction as EvalPrediction
+    from halfstep.trainer import PrinterCallback as PrinterCallback
+    from halfstep.trainer import ProgressCallback as ProgressCallback
     from halfstep.trainer import Trainer as Trainer
     from halfstep.trainer import TrainerCallback as TrainerCallback
     from halfstep.trainer import TrainerControl as TrainerControl
@@ -36,6 +40,10 @@ _WHERE = {
     "EvalPrediction": "halfstep.trainer",
     "Policy": "halfstep.policy",
     "StepResult": "halfstep.step",
+    "DefaultFlowCallback": "halfstep.trainer",
+    "EarlyStoppingCallback": "halfstep.trainer",
+    "PrinterCallback": "halfstep.trainer",
+    "ProgressCallback": "halfstep.trainer",
     "Trainer": "halfstep.trainer",
     "TrainerCallback": "halfstep.trainer",
     "TrainerControl": "halfstep.trainer",

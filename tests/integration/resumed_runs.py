@@ -60,8 +60,9 @@ def trainer(place: Path, samples: int = 28, kind: type[Trainer] = Trainer, data:
     return kind(model, args, train_dataset=train_set, eval_dataset=torch.utils.data.Subset(blocks, range(60, 64)), callbacks=callbacks)
 
 
-def timeless(record: dict) -> dict:
-    return {k: v for k, v in record.items() if not k.endswith(("_runtime", "_per_second"))}
+def steps_of(records: list[dict]) -> list[dict]:
+    """Records without clock times; that of the end is left out, for it tells of one call of train()."""
+    return [{k: v for k, v in r.items() if not k.endswith(("_runtime", "_per_second"))} for r in records if "train_runtime" not in r]
 
 
 def outcome(made: Trainer) -> dict:
@@ -69,10 +70,10 @@ def outcome(made: Trainer) -> dict:
     folder = latest(made.run.path)
     assert folder is not None
     files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("manifest.json", "custom.json")}
-    lines = [timeless(json.loads(line)) for line in made.run.metrics.read_text().splitlines()]
+    lines = steps_of([json.loads(line) for line in made.run.metrics.read_text().splitlines()])
     state = {k: v for k, v in made.state.state_dict().items() if k != "log_history"}
     weights = {k: (v.dtype, v.flatten().view(torch.uint8).numpy().tobytes()) for k, v in made.model.state_dict().items()}
-    return {"weights": weights, "history": [timeless(r) for r in made.state.log_history], "lines": lines, "files": files, "state": state}
+    return {"weights": weights, "history": steps_of(made.state.log_history), "lines": lines, "files": files, "state": state}
 
 
 def same(a: dict, b: dict) -> None:

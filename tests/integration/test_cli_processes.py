@@ -51,7 +51,7 @@ def result(run: str) -> dict:
     """The files of the last checkpoint, and the numbers of the run without clock times."""
     final = Path(run, f"checkpoint-{STEPS}")
     lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    numbers = [{k: v for k, v in r.items() if not k.endswith(("_runtime", "_per_second"))} for r in lines]
+    numbers = [{k: v for k, v in r.items() if not k.endswith(("_runtime", "_per_second"))} for r in lines if "train_runtime" not in r]
     return {p.name: p.read_bytes() for p in final.iterdir() if p.name not in ("manifest.json", "custom.json")} | {"numbers": numbers}
 
 

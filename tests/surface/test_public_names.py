@@ -13,9 +13,13 @@ import halfstep
 
 NAMES = [
     "Accelerator",
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
     "EvalPrediction",
     "Finding",
     "Policy",
+    "PrinterCallback",
+    "ProgressCallback",
     "StepResult",
     "Trace",
     "Trainer",

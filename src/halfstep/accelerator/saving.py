@@ -157,12 +157,9 @@ class Saving(Preparing):
         go_on_with(loaded, self.policy, self.device, self._products, self._models)
         for name, item in parts.items():
             if isinstance(item, nn.Module):
-                about = loaded.about.get("models", {}).get(name, {})
-                self._lay_out(item, about.get("layout"))
-                pin_as_saved(item, about.get("pins", []))
-            item.load_state_dict(loaded.parts[name])
-            if isinstance(item, nn.Module):
-                adopt_all(item, loaded.parts.get("masters", {}).get(name, {}))
+                self._load_model(item, name, loaded)
+            else:
+                item.load_state_dict(loaded.parts[name])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(loaded.parts["scaler"])
         self.scaler.bad_steps, self.scaler.steps = (int(loaded.parts["scaler"].get(name, 0)) for name in ("bad_steps", "steps"))
@@ -193,6 +190,26 @@ class Saving(Preparing):
                 len(random),
                 self.ranks.world,
             )
+
+    def load_model_state(self, input_dir: str | Path, model: nn.Module) -> None:
+        """Put the weights of one prepared model back as a checkpoint has them, masters too, and nothing else.
+
+        Raises CheckpointError when it is truncated, made under another policy, or for other models; nothing is changed then.
+        """
+        loaded = checkpoint.load(input_dir)
+        inner = self.unwrap_model(model)
+        models = {name: item for name, item in self._parts().items() if isinstance(item, nn.Module)}
+        refuse_state(loaded, self._parts(), self.policy)
+        for name, item in models.items():
+            if item is inner:
+                self._load_model(item, name, loaded)
+
+    def _load_model(self, model: nn.Module, name: str, loaded: checkpoint.Loaded) -> None:
+        about = loaded.about.get("models", {}).get(name, {})
+        self._lay_out(model, about.get("layout"))
+        pin_as_saved(model, about.get("pins", []))
+        model.load_state_dict(loaded.parts[name])
+        adopt_all(model, loaded.parts.get("masters", {}).get(name, {}))
 
     def _lay_out(self, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
         """Before a state is loaded: the weights that were 16-bit in the run that saved it are so here too, whatever the first batch would show."""

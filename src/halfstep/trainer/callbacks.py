@@ -1,11 +1,12 @@
-"""Callbacks: the events of a run in the order of their occurrence, and the one that paces logging, evaluation and saving."""
+"""Callbacks: the events of a run in the order of their occurrence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep.trainer.arguments import TrainingArguments, spaced
+from halfstep.errors import ConfigError
+from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.state import TrainerControl, TrainerState
 
 
@@ -66,23 +67,39 @@ class TrainerCallback:
         """The run ended."""
 
 
-_NOTHING = dict(vars(TrainerCallback))  # the methods as they stand above
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
 class CallbackList:
-    """Calls an event on each callback in order. A callback may return a control to replace the one it was given."""
+    """Calls an event on each callback in order. A callback may return a control to replace the one it was given.
 
-    def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
-        self.callbacks = list(callbacks)
+    A callback is anything with methods named as the events; objects of `transformers.TrainerCallback` are.
+    """
 
-    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, or a class of callbacks to make one of."""
-        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+    def __init__(self, callbacks: Iterable[Any]) -> None:
+        self.callbacks: list[Any] = list(callbacks)
 
-    def listeners(self, event: str) -> list[TrainerCallback]:
+    def add(self, callback: Any) -> None:
+        """Add a callback, or a class of callbacks to make one of. Raises ConfigError for an object that has none of the events."""
+        made = callback() if isinstance(callback, type) else callback
+        if not any(callable(getattr(made, event, None)) for event in EVENTS):
+            raise ConfigError(f"a {type(made).__name__} is no callback: it has no method named as an event", f"Events: {', '.join(EVENTS)}.")
+        self.callbacks.append(made)
+
+    def pop(self, callback: Any) -> Any:
+        """Take out a callback, or the first of a class, and return it; None when there is none.
+
+        A class of transformers stands for ours of the same name (ProgressCallback, PrinterCallback, DefaultFlowCallback, EarlyStoppingCallback).
+        """
+        for i, one in enumerate(self.callbacks):
+            if (_is_of(one, callback)) if isinstance(callback, type) else one == callback:
+                return self.callbacks.pop(i)
+        return None
+
+    def listeners(self, event: str) -> list[Any]:
         """The callbacks that do something at `event`."""
-        nothing = _NOTHING.get(event)
-        return [c for c in self.callbacks if (m := getattr(c, event, None)) is not None and getattr(m, "__func__", m) is not nothing]
+        empty = f"TrainerCallback.{event}"  # of a base class, ours or transformers'
+        return [c for c in self.callbacks if (m := getattr(c, event, None)) is not None and getattr(m, "__qualname__", "") != empty]
 
     def listens(self, event: str) -> bool:
         """Whether a callback does something at `event`."""
@@ -91,40 +108,10 @@ class CallbackList:
     def call(self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Run `event` on every callback that has it; returns the control to go on with."""
         for callback in self.listeners(event):
-            method = getattr(callback, event, None)
-            returned = method(args, state, control, **kwargs) if method else None
+            returned = getattr(callback, event)(args, state, control, **kwargs)
             control = control if returned is None else returned
         return control
 
 
-class Pace(TrainerCallback):
-    """Sets the control's switches as the strategies in the arguments say."""
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log, evaluate and save every so many applied steps, and at the last one."""
-        step, total, last = state.global_step, state.max_steps, self._is_last(args, state)
-        if args.logging_strategy == "steps" and (step % spaced(args.logging_steps, total) == 0 or last):
-            control.should_log = True
-        if args.eval_strategy == "steps" and (step % spaced(args.steps_between_evaluations, total) == 0 or last):
-            control.should_evaluate = True
-        if args.save_strategy == "steps" and (step % spaced(args.save_steps, total) == 0 or last):
-            control.should_save = True
-        if last:
-            control.should_training_stop = True
-
-    def on_step_skipped(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A run of epochs may end with a refused step: log, evaluate and save as at any other end."""
-        if self._is_last(args, state):
-            control.should_log = control.should_log or args.logging_strategy == "steps"
-            control.should_evaluate = control.should_evaluate or args.eval_strategy == "steps"
-            control.should_save = control.should_save or args.save_strategy == "steps"
-
-    @staticmethod
-    def _is_last(args: TrainingArguments, state: TrainerState) -> bool:
-        return (state.global_step if args.max_steps > 0 else state.attempted) >= state.max_steps
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log, evaluate and save after each epoch."""
-        control.should_log = control.should_log or args.logging_strategy == "epoch"
-        control.should_evaluate = control.should_evaluate or args.eval_strategy == "epoch"
-        control.should_save = control.should_save or args.save_strategy == "epoch"
+def _is_of(callback: Any, kind: type) -> bool:
+    return isinstance(callback, kind) or (kind.__module__.startswith("transformers.") and type(callback).__name__ == kind.__name__)

@@ -204,11 +204,19 @@ def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
     return batch
 
 
-def count_inputs(inputs: Mapping[str, Any]) -> int:
-    """Tokens in a batch that has `input_ids`, samples in any other."""
-    if isinstance(inputs.get("input_ids"), Tensor):
-        return int(inputs["input_ids"].numel())
-    return next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
+def count_inputs(inputs: Mapping[str, Any], without_padding: bool = False) -> tuple[int, int, bool]:
+    """Samples in a batch, its inputs (tokens where it has `input_ids`, else samples), and whether they are tokens.
+
+    without_padding: only tokens that `attention_mask` has.
+    """
+    samples = next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
+    tokens = inputs.get("input_ids")
+    if not isinstance(tokens, Tensor):
+        return samples, samples, False
+    mask = inputs.get("attention_mask")
+    if without_padding and isinstance(mask, Tensor):
+        return samples, int(mask.sum()), True
+    return samples, int(tokens.numel()), True
 
 
 def is_label(column: str) -> bool:

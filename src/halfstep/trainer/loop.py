@@ -4,97 +4,128 @@ from __future__ import annotations
 
 import functools
 import itertools
-from abc import ABC, abstractmethod
+import time
+import warnings
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from halfstep.accelerator import Accelerator, EpochStart, to_device
+from halfstep.accelerator import Accelerator, EpochStart
 from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedError
 from halfstep.step import StepResult
 from halfstep.trainer import outputs
-from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.arguments import spaced
+from halfstep.trainer.best import compares, folder_of_best, judge_of
 from halfstep.trainer.build import lengths, step_options
-from halfstep.trainer.callbacks import CallbackList
 from halfstep.trainer.changes import Changes
 from halfstep.trainer.data import count_inputs, from_batch
 from halfstep.trainer.fitting import FixedBatch, OutOfMemory, is_out_of_memory
+from halfstep.trainer.flow import give_back, states_of
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
-from halfstep.trainer.outputs import TrainOutput, check_batch, record_of
+from halfstep.trainer.outputs import TrainOutput, record_of
+from halfstep.trainer.processing import write_processing
+from halfstep.trainer.reporting import Reporting
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
 from halfstep.trainer.rules import follow_rules, note_pins
-from halfstep.trainer.run import RunFolder
-from halfstep.trainer.schedules import follows_metric, metric_of
-from halfstep.trainer.state import Losses, TrainerControl, TrainerState
+from halfstep.trainer.schedules import follows_metric
+from halfstep.trainer.speed import Meter, speed_metrics
+from halfstep.trainer.state import OF_THIS_CALL, Losses, TrainerControl, TrainerState
 
 
-class TrainingLoop(ABC):
+class TrainingLoop(Reporting):
     """What `train()` does. `Trainer` says how data, loss and optimizer are made, and a subclass of it may say otherwise."""
 
-    args: TrainingArguments
-    model: nn.Module
-    run: RunFolder
-    accelerator: Accelerator
-    callbacks: CallbackList
-    state: TrainerState
-    control: TrainerControl
     label_names: tuple[str, ...]
     settings: dict[str, Any]  # what config.yaml gets
     _changes: Changes  # what is done to the model while it is used
     _batch: FixedBatch  # how many samples a micro-batch has
-    optimizer_in_use: Any
-    scheduler_in_use: Any
+    optimizer: Any
+    lr_scheduler: Any
+    is_in_train = False  # inside train()
+    is_prepared = False  # train() was called before
 
     def __init__(self) -> None:
-        self.state, self.control = TrainerState(), TrainerControl()
+        super().__init__()
         self._interrupt = Interrupt()
         self._losses = Losses()  # of the steps since the last record
-        self._loader: Any = None  # of the training data
+        self._meter = Meter()
+        self._rate = 0.0  # the learning rate of the last step
         self._epoch_start, self._saved_at = EpochStart(), -1  # where the epoch began; the step of the last checkpoint
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
         self._clips_late = False  # clipping is left to the optimizer's own pass
         self._follows_metric = False  # the schedule moves with evaluations and not with steps
         self._last: StepResult | None = None
+        self._compares = False  # evaluations are compared, and the best one noted
+        self._failed_evaluations: list[int] = []  # the steps of those without the metric that decides
+        self._ignored_in_evaluation: list[str] | None = None
 
     @abstractmethod
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data."""
 
     @abstractmethod
-    def get_eval_dataloader(self, dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The loader of evaluation data."""
 
     @abstractmethod
-    def create_optimizer(self) -> Optimizer:
-        """The optimizer of the run."""
+    def _check_evaluation_data(self) -> None:
+        """Refuse missing evaluation data."""
 
     @abstractmethod
-    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer) -> Any:
-        """The learning rate schedule of the run."""
+    def _inputs(self, batch: Any) -> dict[str, Any]:
+        """A batch of a loader as the inputs of the model."""
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """At the start of each `train()`: a new model where there is one for each call."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Before a run is set up: forget what belongs to an earlier one."""
+
+    @abstractmethod
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `optimizer` and `lr_scheduler`."""
 
     @abstractmethod
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch."""
 
     @abstractmethod
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
         """Loss and metrics over the evaluation data."""
 
-    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+    @abstractmethod
+    def _prepare_run(self) -> None:
+        """What the parts that a subclass may override need to know of each other, decided once."""
+
+    @abstractmethod
+    def _items_in(self, window: list[Any]) -> dict[str, Any]:
+        """What `training_step` is told of a window besides a batch of it."""
+
+    def train(
+        self, resume_from_checkpoint: bool | str | Path | None = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+    ) -> TrainOutput:
         """Train to the end of the schedule. `resume_from_checkpoint`: True for the newest of this run, or a folder.
+
+        ignore_keys_for_eval: outputs of the model that are no predictions, for evaluations during the run. trial: None (no hyper-parameter search).
 
         Ctrl-C finishes the step, saves a checkpoint and raises TrainingInterrupted (a KeyboardInterrupt).
         Raises DivergedError after args.max_bad_steps refused steps in a row, CheckpointError, ConfigError, DataError.
         """
+        if trial is not None:
+            raise ConfigError("train(trial=...) is for a search of hyper-parameters, which halfstep does not have", "Make a Trainer for each trial.")
+        self._ignored_in_evaluation = ignore_keys_for_eval
         wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
         checkpoint = self.run.find(wanted) if wanted else None
         if checkpoint is None or not self.run.owns(checkpoint):
             self.run.check(self.args.overwrite_output_dir)
+        self._renew()
         self._batch.begin(self.model, checkpoint)
         with self._changes.in_training():
             while True:
@@ -105,6 +136,7 @@ class TrainingLoop(ABC):
                 except OutOfMemory as error:
                     self._batch.shrink(self.model, error.__cause__ or error)
                 finally:
+                    self.is_in_train = False
                     self.run.leave()
 
     def _enter(self, checkpoint: Path | None) -> None:
@@ -115,47 +147,67 @@ class TrainingLoop(ABC):
                 self.log(told)
         else:
             refuse_other_settings(checkpoint, settings_to_keep(self.args, self._loader))
-            lengths = self.state.max_steps, self.state.num_train_epochs
+            own = {name: getattr(self.state, name) for name in OF_THIS_CALL}
             self.accelerator.load_state(checkpoint)
-            self.state.max_steps, self.state.num_train_epochs = lengths
+            for name, value in own.items():
+                setattr(self.state, name, value)
             self._losses = Losses(self.state.loss_sum, self.state.loss_count)
             self.control.should_evaluate = self.state.evaluation_due
+            give_back(self.callbacks.callbacks, self.state.stateful_callbacks)
             self.run.go_on(self.settings, checkpoint, self.state.log_history)
 
     def _train(self) -> TrainOutput:
         """From where the state stands to the end, or to Ctrl-C."""
         begun, losses = self.state.global_step, Losses()
-        self._event("on_train_begin")
+        self._tokens_at_start, self._meter, self._failed_evaluations = self.state.num_input_tokens_seen, Meter(), []
+        self.is_in_train = True
         try:
+            self._event("on_train_begin")
             with self._interrupt:
                 if self.args.eval_on_start and self.state.attempted == 0:
                     self.control.should_evaluate = True
                 self._act()
                 for result in self._steps(self._loader):
                     losses.add(result.loss_tensor)
-            if self.args.save_strategy != "no" and self.state.global_step not in (begun, self._saved_at):
+            if self.args.save_strategy in ("steps", "epoch") and self.state.global_step not in (begun, self._saved_at):
                 self._save()
+            mean = losses.mean()
+            metrics = self._meter.metrics(self.state.global_step - begun) | {"train_loss": mean}
+            self.log(dict(metrics))
+            if self.args.load_best_model_at_end:
+                self._load_best()
         except StopNow:
             folder = self._save() if self.args.save_strategy != "no" and self.state.attempted else None
             raise TrainingInterrupted(self.state.global_step, folder) from None
         finally:
             self._event("on_train_end")
-        mean = losses.mean()
-        return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
+        return TrainOutput(self.state.global_step, mean, metrics | {"epoch": self.state.epoch})
 
     def _set_up(self) -> DataLoader[Any]:
         """Loader, optimizer, schedule and lengths, all before anything is trained."""
+        self._forget()
         loader = self.get_train_dataloader()
         length = lengths(self.args, loader)
         self._per_epoch = length.per_epoch
         if self.args.eval_strategy != "no" or self.args.eval_on_start:
-            self.get_eval_dataloader()  # refuses missing data now, and not after the first steps
-        self.state, self.control, self._losses = TrainerState(), TrainerControl(), Losses()
+            self._check_evaluation_data()
+        a, zero = self.args, (self.state.is_world_process_zero, self.state.is_local_process_zero)
+        self.state, self.control, self._losses = (
+            TrainerState(is_world_process_zero=zero[0], is_local_process_zero=zero[1]),
+            TrainerControl(),
+            Losses(),
+        )
         self.state.max_steps, self.state.num_train_epochs = length.steps, length.epochs
+        self.state.logging_steps, self.state.eval_steps, self.state.save_steps = (
+            spaced(every, length.steps) for every in (a.logging_steps, a.steps_between_evaluations, a.save_steps)
+        )
+        self.state.train_batch_size = a.per_device_train_batch_size
+        self._compares, self._last, self._saved_at = compares(a), None, -1
         self.accelerator = self._fresh_accelerator()
-        optimizer = self.create_optimizer()
-        scheduler = self.create_scheduler(self.state.max_steps, optimizer)
-        self.optimizer_in_use, self.scheduler_in_use = self.accelerator.prepare(optimizer, scheduler)
+        self._prepare_run()
+        self.create_optimizer_and_scheduler(num_training_steps=self.state.max_steps)
+        self.optimizer, self.lr_scheduler = self.accelerator.prepare(self.optimizer, self.lr_scheduler)
+        self.optimizer_in_use, self.scheduler_in_use = self.optimizer, self.lr_scheduler
         self._follows_metric = follows_metric(self.scheduler_in_use)
         self.accelerator.register_for_checkpointing(self.state, self._epoch_start)
         return loader
@@ -196,9 +248,9 @@ class TrainingLoop(ABC):
     def _step(self, window: list[Any], loader: DataLoader[Any]) -> StepResult:
         """One optimizer step over the micro-batches of a window."""
         self._event("on_step_begin")
-        learning_rate = self.scheduler_in_use.get_last_lr()[0]
+        learning_rate = self._rate = self.scheduler_in_use.get_last_lr()[0]
         result = outputs.with_bad_inputs(self._take_step(window), window)
-        self.state.num_input_tokens_seen += sum(count_inputs(batch) for batch in window)
+        self._count(window)
         self.state.replayed_steps += result.replays > 0
         self.state.last_grad_norm, self._last = result.grad_norm, result
         if result.pinned:
@@ -218,11 +270,18 @@ class TrainingLoop(ABC):
         self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
         return result
 
-    def _compute(self, window: list[Any]) -> None:
+    def _count(self, window: list[Any]) -> None:
+        """What was used, for the rates and for num_input_tokens_seen."""
+        for batch in window:
+            samples, inputs, tokens = count_inputs(batch, self.args.include_num_input_tokens_seen == "non_padding")
+            self.state.num_input_tokens_seen += inputs
+            self._meter.add(samples, inputs if tokens else None)
+
+    def _compute(self, window: list[Any], items: dict[str, Any]) -> None:
         """Forward and backward passes of the micro-batches of a window, then clipping; after an overflow it is called again."""
         self._window = len(window)
         for i, batch in enumerate(window):
-            self.training_step(self.model, self._inputs(batch))
+            self.training_step(self.model, self._inputs(batch), **items)
             if i + 1 < len(window):
                 self._event("on_substep_end")
         if self.args.max_grad_norm > 0 and not self._clips_late:
@@ -231,7 +290,7 @@ class TrainingLoop(ABC):
 
     def _take_step(self, window: list[Any]) -> StepResult:
         """Compute and step, and replay if need be. A step that ends the run is counted and logged before that."""
-        compute = functools.partial(self._compute, window)
+        compute = functools.partial(self._compute, window, self._items_in(window))
         late = step_options(self.args, self.optimizer_in_use, self.callbacks, self.state.global_step, self.state.max_steps)
         self._clips_late = late["max_norm"] is not None
         try:
@@ -258,60 +317,76 @@ class TrainingLoop(ABC):
         if result is not None:
             self.log(record_of(result) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
-    def _inputs(self, batch: Any) -> dict[str, Any]:
-        """A batch as named tensors on the device, its labels checked."""
-        check_batch(self.model, batch, self.label_names)
-        return dict(to_device(batch, self.accelerator.device))
-
     def _act(self) -> None:
         """Do what the control asks for: log, evaluate, save. The switches are cleared."""
         if self.control.should_log:
             self.control.should_log = False
             self._log_window()
         if self.control.should_evaluate:
-            found = self.evaluate()
-            if self._follows_metric and self.state.global_step:
-                self.scheduler_in_use.scheduler.step(metric_of(self.args, found))
+            more: dict[str, Any] = {} if self._ignored_in_evaluation is None else {"ignore_keys": self._ignored_in_evaluation}
+            metrics = self.evaluate(**more)
             self.control.should_evaluate = False  # only now: Ctrl-C during an evaluation leaves it due
+            if (self._compares or self._follows_metric) and self.state.attempted:
+                self._judge_by(metrics)
         if self.control.should_save:
             self.control.should_save = False
             self._save()
+
+    def _judge_by(self, metrics: dict[str, Any]) -> None:
+        """Let a schedule follow an evaluation, and note whether it was the best so far; where checkpoints depend on it, the best one is saved."""
+        judge = judge_of(self.args)
+        value = judge.value(metrics)
+        if value is None:
+            self._failed_evaluations.append(self.state.global_step)
+            return
+        if self._follows_metric:
+            self.scheduler_in_use.scheduler.step(value)
+        if self._compares and judge.is_better(value, self.state.best_metric):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            self.control.should_save = self.control.should_save or self.args.save_strategy == "best" or self.args.load_best_model_at_end
+
+    def _load_best(self) -> None:
+        """Give the model the weights of the best evaluation. A warning says so where there is none, or where some could not be compared."""
+        folder = folder_of_best(self.run.path, self.state)
+        failed = f"compute_metrics raised at steps {self._failed_evaluations}" if self._failed_evaluations else ""
+        if folder is not None:
+            self.accelerator.load_model_state(folder, self.model)
+            if self.args.save_total_limit == 1 and self.run.owns(folder):
+                self.run.keep_only(folder)
+            if failed:
+                best = self.state.best_global_step
+                warnings.warn(f"load_best_model_at_end: {failed}; the best of the others, of step {best}, was loaded", stacklevel=3)
+        else:
+            judge = judge_of(self.args)
+            why = failed or f"no evaluation gave a {judge.name} that is better than {'-' if judge.greater else ''}inf"
+            stays = f"the weights are those of the last step, {self.state.global_step}"
+            warnings.warn(f"load_best_model_at_end: there is no best model: {why}; {stays}", stacklevel=3)
 
     def _log_window(self) -> None:
         """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""
         if not self._losses.count:
             return
         mean, self._losses = self._losses.mean(), Losses()
-        rate, scale = self.scheduler_in_use.get_last_lr()[0], self.accelerator.scaler.get_scale()
-        record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": rate, "scale": scale}
+        record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": self._rate, "scale": self.accelerator.scaler.get_scale()}
         record |= outputs.watched(self._last) if self._last is not None else self.state.watched
-        self.log(record | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+        if self.counts_tokens:
+            record |= speed_metrics("train", time.perf_counter() - self._meter.began, tokens=self.state.num_input_tokens_seen - self._tokens_at_start)
+        counts = {"applied": self.state.global_step, "skipped": self.state.skipped_steps, "replayed": self.state.replayed_steps}
+        self.log(record | counts)
 
     def _save(self) -> Path:
         self.state.loss_sum, self.state.loss_count = float(self._losses.sum), self._losses.count
         self.state.evaluation_due = self.control.should_evaluate
         self.state.watched = outputs.watched(self._last) if self._last is not None else self.state.watched
         about = {"arguments": settings_to_keep(self.args, self._loader)}
-        folder = self.accelerator.save_state(self.run.path / f"checkpoint-{self.state.global_step}", about)
+        target = self.run.path / f"checkpoint-{self.state.global_step}"
+        if self.state.best_global_step is not None:
+            best = target if self.state.best_global_step == self.state.global_step else folder_of_best(self.run.path, self.state)
+            self.state.best_model_checkpoint = str(best) if best is not None else None
+        self.state.stateful_callbacks = states_of(self.callbacks.callbacks)
+        folder = self.accelerator.save_state(target, about)
+        write_processing(self.processing_class, folder)
         self._saved_at = self.state.global_step
-        self.run.keep_newest(self.args.save_total_limit)
+        self.run.keep_newest(self.args.save_total_limit, folder_of_best(self.run.path, self.state))
         self._event("on_save")
         return folder
-
-    def log(self, logs: dict[str, Any]) -> None:
-        """Add a record with step and epoch to the history and tell the callbacks; metrics.jsonl gets it during a run."""
-        record = logs | {"epoch": round(self.state.epoch, 6), "step": self.state.global_step}
-        self.state.log_history.append(record)
-        self._event("on_log", logs=record)
-
-    def _event(self, name: str, **kwargs: Any) -> None:
-        if self.callbacks.listens(name):
-            about = {
-                "model": self.model,
-                "optimizer": getattr(self, "optimizer_in_use", None),
-                "lr_scheduler": getattr(self, "scheduler_in_use", None),
-                "train_dataloader": self._loader,
-                "resolution": self.accelerator.resolution,
-                "device": self.accelerator.device,
-            }
-            self.control = self.callbacks.call(name, self.args, self.state, self.control, **about, **kwargs)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, suggest
 from halfstep.step import Culprit, StepResult
 
 LossFunction = Callable[..., Tensor]
@@ -37,22 +37,30 @@ class PredictionOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class EvalPrediction:
-    """What `compute_metrics` is given: numpy arrays, 16-bit predictions as fp32. Unpacks into (predictions, label_ids)."""
+    """What `compute_metrics` is given: numpy arrays, 16-bit predictions as fp32; tensors with batch_eval_metrics=True.
+
+    Unpacks into predictions, label_ids, and those of inputs and losses that include_for_metrics asks for. losses: for each sample that of its batch.
+    """
 
     predictions: Any
     label_ids: Any
+    inputs: Any = None
+    losses: Any = None
+
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.predictions, self.label_ids, *(part for part in (self.inputs, self.losses) if part is not None))
 
     def __iter__(self) -> Any:
-        return iter((self.predictions, self.label_ids))
+        return iter(self._parts())
 
     def __getitem__(self, index: int) -> Any:
-        return (self.predictions, self.label_ids)[index]
+        return self._parts()[index]
 
 
-def loss_of(outputs: Any) -> Tensor:
+def loss_of(outputs: Any, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """The loss in a model's outputs: a scalar tensor, a mapping or record with `loss`, or the first of a tuple.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError when there is none, with the names of the `inputs` that the model was given.
     """
     if isinstance(outputs, Tensor) and outputs.dim() == 0:
         return outputs
@@ -70,40 +78,62 @@ def loss_of(outputs: Any) -> Tensor:
     else:
         what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
     raise ConfigError(
-        f"the model returned {what}, with no loss in it",
+        f"the model returned {what}, with no loss in it" + (f"; its inputs were {', '.join(map(str, inputs))}" if inputs else ""),
         "Give the dataset a 'labels' column if the model computes its own loss, or pass compute_loss_func=f with f(outputs, labels) a scalar.",
     )
 
 
 def predictions_of(outputs: Any, ignore: tuple[str, ...]) -> Any:
-    """What a model's outputs hold besides the loss: one tensor, or a tuple when there are several."""
+    """What a model's outputs hold besides the loss: one tensor, or a tuple when there are several; tuples of tensors in it stay tuples.
+
+    ignore: names of outputs to leave out. What holds anything but tensors (a cache) is left out too.
+    """
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() else None
-    if not isinstance(outputs, tuple | list):
-        named = outputs if isinstance(outputs, Mapping) else vars(outputs)
-        kept = [v for k, v in named.items() if k != "loss" and k not in ignore and isinstance(v, Tensor)]
+    if isinstance(outputs, tuple | list):
+        found = [_tensors(v) for v in outputs if not isinstance(v, Tensor) or v.dim()]
     else:
-        kept = [v for v in outputs if isinstance(v, Tensor) and v.dim()]
+        named = outputs if isinstance(outputs, Mapping) else vars(outputs)
+        found = [_tensors(v) for k, v in named.items() if k != "loss" and k not in ignore]
+    kept = [v for v in found if v is not None]
     return kept[0] if len(kept) == 1 else tuple(kept) if kept else None
 
 
+def _tensors(value: Any) -> Any:
+    """A tensor, or a tuple of nothing but such (lists as tuples); None for anything else."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, tuple | list) or not value:
+        return None
+    parts = tuple(_tensors(v) for v in value)
+    return None if any(part is None for part in parts) else parts
+
+
 def to_numpy(value: Any) -> Any:
-    """A tensor (or a tuple of them) as numpy arrays on the CPU; 16-bit floats as fp32, for numpy has no bf16."""
-    if isinstance(value, tuple):
+    """Tensors, in tuples, lists and mappings too, as numpy arrays on the CPU; 16-bit floats as fp32, for numpy has no bf16."""
+    if isinstance(value, tuple | list):
         return tuple(to_numpy(v) for v in value)
+    if isinstance(value, Mapping):
+        return {key: to_numpy(v) for key, v in value.items()}
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
     value = value.detach().cpu()
     return (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
 
 
 def join(parts: list[Any]) -> Any:
-    """Arrays of batches as one along the first axis; tuples by place; None when there were none.
+    """Arrays of batches as one along the first axis; tuples by place, mappings by name; None when there were none.
 
-    Arrays whose later axes differ are padded with -100, which losses and metrics leave out.
+    Arrays whose later axes differ are padded with -100, which losses and metrics leave out. Single numbers are put in a row.
     """
     if not parts or parts[0] is None:
         return None
     if isinstance(parts[0], tuple):
         return tuple(join([p[i] for p in parts]) for i in range(len(parts[0])))
+    if isinstance(parts[0], Mapping):
+        return {key: join([p[key] for p in parts]) for key in parts[0]}
+    if parts[0].ndim == 0:
+        return np.stack(parts)
     widest = [max(p.shape[axis] for p in parts) for axis in range(1, parts[0].ndim)]
     padded = [
         np.pad(p, [(0, 0), *((0, w - s) for w, s in zip(widest, p.shape[1:], strict=True))], constant_values=-100)
@@ -167,23 +197,41 @@ def check_labels(model: nn.Module, labels: Any) -> None:
 
 
 @contextmanager
-def explained(inputs: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[None]:
-    """A block in which torch's errors about `inputs` are told in terms of them: a class out of bounds, a column that is no tensor."""
+def explained(inputs: Mapping[str, Any], names: tuple[str, ...], model: nn.Module | None = None) -> Iterator[None]:
+    """A block in which errors about `inputs` are told in terms of them: a class out of bounds, a column that is no tensor or that `model` lacks."""
     try:
         yield
     except (TypeError, AttributeError) as error:
-        found = {k: v for k, v in inputs.items() if isinstance(v, list | tuple | np.ndarray)}
-        if not found:
-            raise
-        raise DataError(
-            f"the batch has {', '.join(f'{k!r} as a {type(v).__name__}' for k, v in found.items())}, and the model failed on it: {error}",
-            "Let the collator return tensors; sequences of unlike lengths are padded to one (for example by transformers.DataCollatorWithPadding).",
-        ) from error
+        _refuse_columns(inputs, model, error)
+        raise
     except IndexError as error:
         labels = next((v for k, v in inputs.items() if k in names and isinstance(v, Tensor)), None)
         if labels is None or labels.is_floating_point() or "out of bounds" not in str(error):
             raise
         raise out_of_range(labels, f"the loss has no such class ({error})") from error
+
+
+def _refuse_columns(inputs: Mapping[str, Any], model: nn.Module | None, error: Exception) -> None:
+    """Raise DataError where the columns of a batch explain an error of the model."""
+    missing = missing_inputs(model, inputs) if model is not None and "required" in str(error) else []
+    if missing:
+        raise DataError(
+            f"the model's forward needs {', '.join(missing)}, and a batch of the data has {', '.join(map(str, inputs)) or 'nothing'}",
+            f"Rename the columns of the dataset. {suggest(missing[0], map(str, inputs))}",
+        ) from error
+    found = {k: v for k, v in inputs.items() if isinstance(v, list | tuple | np.ndarray)}
+    if found:
+        raise DataError(
+            f"the batch has {', '.join(f'{k!r} as a {type(v).__name__}' for k, v in found.items())}, and the model failed on it: {error}",
+            "Let the collator return tensors; sequences of unlike lengths are padded to one (for example by transformers.DataCollatorWithPadding).",
+        ) from error
+
+
+def missing_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """The arguments that a model's forward cannot do without and a batch does not have."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in needed if name not in inputs]
 
 
 def out_of_range(labels: Tensor, allowed: str) -> DataError:

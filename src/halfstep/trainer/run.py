@@ -125,8 +125,8 @@ class RunFolder:
         """Remove what a run writes, and nothing else; rules.yaml stays, for the next run to read."""
         for folder in [*checkpoint.checkpoints(self.path), *self._given_up(), *self.path.glob(".checkpoint-*")]:
             checkpoint.discard(folder)
-        for name in (METRICS, CONFIG):
-            (self.path / name).unlink(missing_ok=True)
+        for file in (self.metrics, self.path / CONFIG, *(self.path / "runs").glob("events.out.tfevents.*")):
+            file.unlink(missing_ok=True)
 
     def find(self, wanted: bool | str | Path) -> Path:
         """The checkpoint to resume from: the newest of this run for True, else the folder named. Raises CheckpointError when there is none."""
@@ -147,9 +147,10 @@ class RunFolder:
                 f"{self.metrics} could not be written: {error.strerror}", "Free some space, then resume from the last checkpoint."
             ) from error
 
-    def keep_newest(self, limit: int | None) -> None:
+    def keep_newest(self, limit: int | None, best: Path | None = None) -> None:
         """Remove all but the `limit` newest whole checkpoints, and then those that were given up, too.
 
+        best: it is kept and counts as one of them; the newest is kept beside it in any case, to go on from.
         One that is not whole does not count and is not removed: somebody may want to look at it. What cannot be removed stays, with a warning.
         """
         if limit is None:
@@ -157,11 +158,21 @@ class RunFolder:
         whole = [c for c in checkpoint.checkpoints(self.path) if checkpoint.is_whole(c)]
         for folder in self._given_up() if whole else ():
             checkpoint.discard(folder)
-        for folder in whole[:-limit]:
-            try:
-                checkpoint.remove(folder)
-            except OSError as error:
-                logger.warning("%s could not be removed: %s. It takes room beyond save_total_limit=%d", folder, error, limit)
+        others = [c for c in whole if c != best]
+        for folder in others[: -(limit if len(others) == len(whole) else max(1, limit - 1))]:
+            self._remove(folder)
+
+    def keep_only(self, best: Path) -> None:
+        """Remove all whole checkpoints but one."""
+        for folder in checkpoint.checkpoints(self.path):
+            if folder != best and checkpoint.is_whole(folder):
+                self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        try:
+            checkpoint.remove(folder)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s. It takes room beyond save_total_limit", folder, error)
 
     def _given_up(self) -> list[Path]:
         """Checkpoints of steps that a resumed run gave up."""

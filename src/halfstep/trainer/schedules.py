@@ -34,16 +34,6 @@ def follows_metric(scheduler: Any) -> bool:
     return isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau)
 
 
-def metric_of(args: TrainingArguments, metrics: dict[str, Any]) -> float:
-    """The metric of an evaluation that a schedule follows. Raises ConfigError when the evaluation did not give it."""
-    name = args.best_metric if args.best_metric.startswith("eval_") else f"eval_{args.best_metric}"
-    if name not in metrics:
-        raise ConfigError(
-            f"the learning rate follows {name}, and the evaluation gave {', '.join(metrics)}", "Set metric_for_best_model to one of these."
-        )
-    return float(metrics[name])
-
-
 def _plateau(optimizer: Optimizer, args: TrainingArguments, extra: dict[str, Any]) -> ReduceLROnPlateau:
     try:
         return ReduceLROnPlateau(optimizer, **{"mode": "max" if args.best_is_greatest else "min"} | extra)

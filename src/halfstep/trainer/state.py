@@ -9,6 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OF_THIS_CALL = (  # what a state loaded from a checkpoint does not change
+    "max_steps",
+    "num_train_epochs",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "train_batch_size",
+    "is_world_process_zero",
+    "is_local_process_zero",
+)
+
 
 @dataclass
 class TrainerState:
@@ -16,6 +27,8 @@ class TrainerState:
 
     global_step: optimizer steps that moved the weights; skipped_steps: those that were refused. replayed_steps: steps that
     overflowed and were run again at a lower loss scale.
+    best_metric, best_global_step, best_model_checkpoint: the value of metric_for_best_model at the best evaluation so far, its step, its checkpoint.
+    There is no total_flos: operations are not counted.
     epoch: passes over the data so far, a fraction inside one. log_history: every logged record, oldest first.
     """
 
@@ -34,6 +47,15 @@ class TrainerState:
     evaluation_due: bool = False  # Ctrl-C came during an evaluation: the resumed run begins with it
     last_grad_norm: float | None = None
     watched: dict[str, Any] = field(default_factory=dict)  # what the last step came close to, as of the last checkpoint
+    logging_steps: int = 0
+    eval_steps: int = 0
+    save_steps: int = 0
+    train_batch_size: int | None = None
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    stateful_callbacks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # as of the last checkpoint
+    is_hyper_param_search: bool = False
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
 

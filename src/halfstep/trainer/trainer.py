@@ -3,61 +3,81 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from halfstep.checkpoint import seed_everything
 from halfstep.errors import ConfigError, refuse_unknown
 from halfstep.hardware import default_device
-from halfstep.trainer import evaluation
 from halfstep.trainer.arguments import TrainingArguments
-from halfstep.trainer.callbacks import CallbackList, Pace, TrainerCallback
+from halfstep.trainer.callbacks import CallbackList
 from halfstep.trainer.changes import Changes
-from halfstep.trainer.collators import DecoderInputs
-from halfstep.trainer.columns import label_names_of, lengths_of, taken_columns, without_unused
-from halfstep.trainer.data import Collator, ColumnFilter, default_data_collator, make_loader
+from halfstep.trainer.collators import DecoderInputs, collator_for
+from halfstep.trainer.columns import label_names_of, taken_columns
+from halfstep.trainer.data import Collator, ColumnFilter
+from halfstep.trainer.evaluating import Evaluating
+from halfstep.trainer.evaluation import batchwise
+from halfstep.trainer.feeding import Feeding
 from halfstep.trainer.fitting import FittingBatch, FixedBatch
+from halfstep.trainer.flow import DefaultFlowCallback
 from halfstep.trainer.fused import use_fused_kernels
-from halfstep.trainer.loop import TrainingLoop
+from halfstep.trainer.items import count_items, model_takes_items, noting, shifts_labels, takes_items, was_used
+from halfstep.trainer.loggers import TrackerCallback, trackers_of
 from halfstep.trainer.optimizers import make_optimizer
-from halfstep.trainer.outputs import EvalPrediction, LossFunction, PredictionOutput, accepts, explained, loss_of, predictions_of
+from halfstep.trainer.outputs import LossFunction, accepts, explained, loss_of
+from halfstep.trainer.processing import chosen_processing, write_processing
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.run import MetricsWriter, RunFolder
 from halfstep.trainer.schedules import make_scheduler
 from halfstep.trainer.smoothing import smoother_for
 
 
-class Trainer(TrainingLoop):
+class Trainer(Feeding, Evaluating):
     """Trains a model by the settings in `args`; the step it takes is the one the other doors take.
 
     model: any module whose output is a loss, a mapping or record with `loss`, or predictions for `compute_loss_func`.
     args: settings, precision among them. data_collator: list of samples to a mapping of tensors.
-    train_dataset, eval_dataset: map-style or iterable datasets of mappings.
-    compute_loss_func: f(outputs, labels) to a scalar, for models that return no loss.
-    compute_metrics: f(EvalPrediction) to a dict of numbers.
+    train_dataset: map-style or iterable dataset of mappings; eval_dataset: one, or a dict of names and datasets.
+    processing_class: the tokenizer or processor of the data: pads batches, and is saved beside the model. `tokenizer` is its old name.
+    model_init: makes the model, anew for each call of `train()`; instead of `model`.
+    compute_loss_func: f(outputs, labels) or f(outputs, labels, num_items_in_batch) to a scalar, for models that return no loss.
+    compute_metrics: f(EvalPrediction) to a dict of numbers. preprocess_logits_for_metrics: f(predictions, labels) to what is kept of them.
     callbacks: instances or classes of `TrainerCallback`, transformers' events. optimizers: (optimizer, scheduler) to use instead.
+    optimizer_cls_and_kwargs: the class of the optimizer and its arguments, instead of `args.optim`.
+
+    A subclass may override what one of transformers' Trainer may: `compute_loss`, `training_step`, `prediction_step`, `evaluation_loop`, `evaluate`,
+    `log`, `create_optimizer`, `create_scheduler`, `create_optimizer_and_scheduler`, `get_train_dataloader` and its siblings, `save_model`.
+    loss_is_scaled_for_ga: of a `compute_loss` of one's own: whether its loss is divided by all items of the window (True) or a mean over its batch
+    (False). None, the default: it is if `num_items_in_batch` was used in making it.
 
     `state.log_history` has every logged record; a step that was refused is counted, said and never averaged away.
     """
 
+    loss_is_scaled_for_ga: bool | None = None
+
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         data_collator: Collator | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        *,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: LossFunction | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: Iterable[Any] | None = None,
         optimizers: tuple[Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("Trainer", unknown, inspect.signature(Trainer.__init__).parameters)
@@ -65,142 +85,171 @@ class Trainer(TrainingLoop):
         self.args = args if args is not None else TrainingArguments()
         seed_everything(self.args.seed)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class = chosen_processing(processing_class, tokenizer)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
-        self.optimizer, self.lr_scheduler = optimizers
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = self._given = tuple(optimizers)
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.run = RunFolder(self.args.output_dir)
-        self.label_names = tuple(self.args.label_names or label_names_of(model))
-        self._taken = taken_columns(model, self.label_names) if self.args.remove_unused_columns else None
-        collate: Collator = data_collator if data_collator is not None else default_data_collator
-        self.data_collator: Collator = ColumnFilter(collate, self._taken)
-        self._takes_labels = accepts(model.forward, self.label_names)
-        self._ignored = tuple(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
-        self.model = model
-        self._change(model)
+        self.model_init = model_init
+        self._collate: Collator = data_collator if data_collator is not None else collator_for(self.processing_class)
+        self._refuse(model)
+        self._use_model(model if model is not None else self.call_model_init())
         self.accelerator = self._fresh_accelerator()
-        self.callbacks = CallbackList([Pace(), MetricsWriter(self.run)])
-        for callback in (*(() if self.args.disable_tqdm else (ProgressCallback(),)), *(callbacks or ())):
+        trackers = [TrackerCallback(one) for one in trackers_of(self.args)]
+        self.callbacks = CallbackList([DefaultFlowCallback(), MetricsWriter(self.run)])
+        for callback in (*trackers, *(() if self.args.disable_tqdm else (ProgressCallback(),)), *(callbacks or ())):
             self.add_callback(callback)
         self.settings = self.args.to_dict()
-        self._wants_predictions = False
+        self._prepare_run()
         self._event("on_init_end")
 
-    def _change(self, model: nn.Module) -> None:
-        """Set up what the arguments do to the model, its batches and its loss."""
-        a = self.args
-        self._batch = FittingBatch(a.per_device_train_batch_size) if a.auto_find_batch_size else FixedBatch(a.per_device_train_batch_size)
-        if a.auto_find_batch_size and self.optimizer is not None:
+    def _refuse(self, model: nn.Module | None) -> None:
+        """Raise ConfigError for arguments that contradict each other or the settings."""
+        if (model is None) == (self.model_init is None):
+            what = "neither model nor model_init" if model is None else "both model and model_init"
+            raise ConfigError(f"the Trainer was given {what}", "Give it one of them.")
+        if self.model_init is not None and self._given != (None, None):
+            raise ConfigError("optimizers= belongs to one model, and model_init makes a new one", "Use optimizer_cls_and_kwargs or args.optim.")
+        if self.optimizer_cls_and_kwargs is not None and self._given[0] is not None:
+            raise ConfigError("optimizers= and optimizer_cls_and_kwargs= both say which optimizer to use", "Give one of them.")
+        if self.args.auto_find_batch_size and self._given[0] is not None:
             raise ConfigError(
                 "auto_find_batch_size=True begins a run again, and the optimizer that was given cannot",
                 "Name it in args.optim, or override create_optimizer.",
             )
+        if self.args.label_smoothing_factor > 0 and self.compute_loss_func is not None:
+            raise ConfigError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} has no effect with a compute_loss_func of your own",
+                "Smooth the labels in it (torch.nn.functional.cross_entropy has label_smoothing=), or leave one of them out.",
+            )
+        if self.args.batch_eval_metrics:
+            batchwise(self.compute_metrics)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from `model_init`."""
+        if self.model_init is None:
+            raise ConfigError("there is no model_init", "Pass model_init=.")
+        made = self.model_init(trial) if inspect.signature(self.model_init).parameters else self.model_init()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"model_init returned a {type(made).__name__}", "Let it return a module.")
+        return made
+
+    def _use_model(self, model: nn.Module) -> None:
+        """Take over a model: what its forward takes decides about columns, labels and losses; and what the arguments do to it."""
+        a, self.model = self.args, model
+        self.label_names = tuple(self.args.label_names or label_names_of(model))
+        self._taken = taken_columns(model, self.label_names) if self.args.remove_unused_columns else None
+        self.data_collator: Collator = ColumnFilter(self._collate, self._taken)
+        self._takes_labels = accepts(model.forward, self.label_names)
+        self._ignored = tuple(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ())
+        self.model_accepts_loss_kwargs = model_takes_items(model)
+        self._shifts_labels = shifts_labels(model)
+        self._batch = FittingBatch(a.per_device_train_batch_size) if a.auto_find_batch_size else FixedBatch(a.per_device_train_batch_size)
         if a.use_liger_kernel:
             use_fused_kernels(model, default_device(a.use_cpu))
         if a.label_smoothing_factor > 0:
-            if self.compute_loss_func is not None:
-                raise ConfigError(
-                    f"label_smoothing_factor={a.label_smoothing_factor} has no effect with a compute_loss_func of your own",
-                    "Smooth the labels in it (torch.nn.functional.cross_entropy has label_smoothing=), or leave one of them out.",
-                )
             self.compute_loss_func = smoother_for(model, a.label_smoothing_factor, self.label_names)
             self.data_collator = DecoderInputs(self.data_collator, model)
         self._changes = Changes(model, a)
 
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback after those there are."""
-        self.callbacks.add(callback)
+    def _prepare_run(self) -> None:
+        """Which parts are told num_items_in_batch: those of a subclass that take it, and the loss where a window has several micro-batches."""
+        own_step, own_loss = type(self).training_step is not Trainer.training_step, type(self).compute_loss is not Trainer.compute_loss
+        function = self.compute_loss_func
+        self._func_takes_items = function is not None and takes_items(function)
+        self._loss_takes_items = takes_items(self.compute_loss)
+        self._step_takes_items = takes_items(self.training_step)
+        self._loss_needs_items = self._loss_takes_items and (own_loss or self._func_takes_items)
+        several = self.args.gradient_accumulation_steps > 1 and (self.model_accepts_loss_kwargs or function is not None or own_loss)
+        self._counts_items = self._step_takes_items and (own_step or self._loss_needs_items or several)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
-        if self.train_dataset is None:
-            raise ConfigError("train() needs training data", "Pass train_dataset= to the Trainer.")
-        a = self.args
-        size, lengths = self._batch.size, lengths_of(self.train_dataset, a.length_column_name) if a.group_by_length else None
-        order: dict[str, Any] = {"shuffle": a.train_sampling_strategy != "sequential", "seed": a.order_seed, "drop_last": a.dataloader_drop_last}
-        return self._load(self.train_dataset, size, **order, lengths=lengths, grouped=size * a.gradient_accumulation_steps)
+    def _renew(self) -> None:
+        """At the start of each `train()`: a new model from model_init, unless the one from the constructor is still new."""
+        if self.model_init is not None and self.is_prepared:
+            self._use_model(self.call_model_init())
+        self.is_prepared = True
 
-    def get_eval_dataloader(self, dataset: Any = None) -> DataLoader[Any]:
-        """The loader of evaluation data, in order."""
-        data = dataset if dataset is not None else self.eval_dataset
-        if data is None:
-            raise ConfigError("evaluation needs data", "Pass eval_dataset= to the Trainer, or eval_strategy='no'.")
-        return self._load(data, self.args.per_device_eval_batch_size, shuffle=False, seed=self.args.seed, drop_last=False)
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `optimizer` and `lr_scheduler` by the two methods below; those of a subclass may return them or set them."""
+        self.optimizer = self.create_optimizer() or self.optimizer
+        self.lr_scheduler = self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer) or self.lr_scheduler
 
-    def _load(self, data: Any, batch_size: int, **order: Any) -> DataLoader[Any]:
-        a = self.args
-        workers: dict[str, Any] = {
-            "workers": a.dataloader_num_workers,
-            "prefetch": a.dataloader_prefetch_factor,
-            "persistent": a.dataloader_persistent_workers,
-        }
-        workers |= {"pin": a.dataloader_pin_memory and self.accelerator.device.type == "cuda", "started": a.dataloader_multiprocessing_context}
-        return make_loader(without_unused(data, self._taken), self.data_collator, batch_size=batch_size, **workers, **order)
+    def _forget(self) -> None:
+        """Before a run is set up: no optimizer of an earlier one."""
+        if self.optimizer is self.optimizer_in_use:
+            self.optimizer = self._given[0]
+        if self.lr_scheduler is self.scheduler_in_use:
+            self.lr_scheduler = self._given[1]
 
-    def create_optimizer(self) -> Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The optimizer: the one given, or that of `args.optim`."""
-        return self.optimizer if self.optimizer is not None else make_optimizer(self.model, self.args)
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(model if model is not None else self.model, self.args)
+        made: Optimizer = self.optimizer
+        return made
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer) -> Any:
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
         """The learning rate schedule: the one given, or that of `args.lr_scheduler_type`."""
-        return self.lr_scheduler if self.lr_scheduler is not None else make_scheduler(optimizer, self.args, num_training_steps)
+        if self.lr_scheduler is None:
+            self.lr_scheduler = make_scheduler(optimizer if optimizer is not None else self.optimizer, self.args, num_training_steps)
+        return self.lr_scheduler
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """The block in which losses are computed: 16 bits, as the precision says."""
+        return self.accelerator.autocast()
+
+    autocast_smart_context_manager = compute_loss_context_manager
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """The loss of a batch, or (loss, outputs). Raises ConfigError when the model gives none and no function was given."""
+        """The loss of a batch, or (loss, outputs). Raises ConfigError when the model gives none and no function was given.
+
+        num_items_in_batch: the label items of the whole window, for losses that are a sum over items divided by it.
+        """
         labels = {k: inputs[k] for k in self.label_names if k in inputs}
         alone = self.compute_loss_func is not None or not self._takes_labels
-        given = {k: v for k, v in inputs.items() if k not in labels} if alone else inputs
+        given = {k: v for k, v in inputs.items() if k not in labels} if alone else dict(inputs)
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            given["num_items_in_batch"] = num_items_in_batch
         outputs = model(**given)
         if self.compute_loss_func is not None:
             target = next(iter(labels.values())) if len(labels) == 1 else labels or None
-            loss = self.compute_loss_func(outputs, target)
+            more = {"num_items_in_batch": num_items_in_batch} if self._func_takes_items else {}
+            loss = self.compute_loss_func(outputs, target, **more)
         else:
-            loss = loss_of(outputs)
+            loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
+    def _items_in(self, window: list[Any]) -> dict[str, Any]:
+        """num_items_in_batch of a window for `training_step`, where something is made of it."""
+        if not self._counts_items:
+            return {}
+        items = count_items(window, self.label_names, self._shifts_labels)
+        return {} if items is None else {"num_items_in_batch": items.to(self.accelerator.device, non_blocking=True)}
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one micro-batch of a window; returns its loss."""
+        """Forward and backward of one micro-batch of a window; returns its loss.
+
+        A loss in which num_items_in_batch was used is a share of the window's; any other is a mean, and divided by the micro-batches of the window.
+        """
         if not all(part.training for part in model.modules()):
             model.train()
-        with self.accelerator.autocast(), explained(inputs, self.label_names):
-            loss = self.compute_loss(model, inputs)
-        self.accelerator.backward(loss / self._window if self._window > 1 else loss)
+        inputs = self._prepare_inputs(inputs)
+        items = noting(num_items_in_batch)
+        more: dict[str, Any] = {"num_items_in_batch": items} if items is not None and self._loss_takes_items else {}
+        with self.compute_loss_context_manager(), explained(inputs, self.label_names, model):
+            loss = self.compute_loss(model, inputs, **more)
+        scaled = self.loss_is_scaled_for_ga if self.loss_is_scaled_for_ga is not None else was_used(items)
+        self.accelerator.backward(loss / self._window if self._window > 1 and not scaled else loss)
         return torch.as_tensor(loss.detach())
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor | None, Any, Any]:
-        """(loss, predictions, labels) of one evaluation batch; loss is None when the batch has no labels and the model gives none."""
-        labels = [inputs[k] for k in self.label_names if k in inputs]
-        with self.accelerator.autocast(), explained(inputs, self.label_names):
-            if labels or self.compute_loss_func is not None:
-                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            else:
-                outputs = model(**inputs)
-                loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        wanted = predictions_of(outputs, self._ignored) if self._wants_predictions else None
-        return loss, wanted, (labels[0] if len(labels) == 1 else tuple(labels)) if labels and self._wants_predictions else None
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """Micro-batches in the window at hand."""
+        return self._window
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
-        """Loss and metrics over the evaluation data; logged. Neither the model's dtype nor its training mode is changed."""
-        self._wants_predictions = self.compute_metrics is not None
-        found = self._pass(self.get_eval_dataloader(eval_dataset)).metrics(metric_key_prefix, self.compute_metrics)
-        self.log(found)
-        self._event("on_evaluate", metrics=found)
-        return found
-
-    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions and labels over `test_dataset` as numpy arrays, with loss and metrics; not logged."""
-        self._wants_predictions = True
-        result = self._pass(self.get_eval_dataloader(test_dataset))
-        metrics = result.metrics(metric_key_prefix, self.compute_metrics)
-        self._event("on_predict", metrics=metrics)
-        return PredictionOutput(result.predictions, result.labels, metrics)
-
-    def _pass(self, loader: Iterable[Any]) -> evaluation.Evaluation:
-        with self._changes.in_use():
-            return evaluation.run(self.model, (self._inputs(b) for b in loader), self.prediction_step, self._after_prediction)
-
-    def _after_prediction(self) -> None:
-        self._event("on_prediction_step")
-        self._interrupt.stop_if_requested()
-
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model alone, as `Accelerator.save_model` does: each weight in the dtype it was loaded in, from its master."""
-        self.accelerator.save_model(self.model, output_dir if output_dir is not None else self.run.path)
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Write the model as `Accelerator.save_model` does, each weight in the dtype it was loaded in, from its master; and the processing class."""
+        folder = Path(output_dir) if output_dir is not None else self.run.path
+        self.accelerator.save_model(self.model, folder)
+        write_processing(self.processing_class, folder)

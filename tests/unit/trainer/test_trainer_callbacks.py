@@ -68,7 +68,7 @@ def test_the_events_of_a_run_in_order(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer(tmp_path, recorder, max_steps=2, gradient_accumulation_steps=2, logging_steps=1).train()
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log"]
-    assert recorder.events == ["on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, "on_epoch_end", "on_train_end"]
+    assert recorder.events == ["on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, "on_epoch_end", "on_log", "on_train_end"]
 
 
 def test_every_event_is_met_and_given_what_belongs_to_it(tmp_path: Path) -> None:
@@ -128,7 +128,11 @@ def test_a_callback_may_ask_for_a_record_and_an_evaluation(tmp_path: Path) -> No
 
     made = trainer(tmp_path, on(step_end=ask), logging_strategy="no")
     made.train()
-    assert [(r["step"], "eval_loss" in r) for r in made.state.log_history] == [(1, True), (3, False)]
+    assert [(r["step"], "eval_loss" in r, "train_runtime" in r) for r in made.state.log_history] == [
+        (1, True, False),
+        (3, False, False),
+        (4, False, True),
+    ]
 
 
 def test_a_callback_may_return_a_control_of_its_own(tmp_path: Path) -> None:

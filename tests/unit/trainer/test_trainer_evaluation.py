@@ -57,7 +57,8 @@ def test_a_ragged_last_batch_counts_by_its_samples(tmp_path_factory: pytest.Temp
 
 def test_metrics_come_under_the_prefix_with_time_and_rate(tmp_path: Path) -> None:
     made = trainer(tmp_path, compute_metrics=accuracy)
-    assert set(made.evaluate()) == {"eval_loss", "eval_accuracy", "eval_samples", "eval_runtime", "eval_samples_per_second"}
+    speed = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+    assert set(made.evaluate()) == {"eval_loss", "eval_accuracy", "eval_samples", "epoch"} | speed
     assert {"dev_loss", "dev_accuracy"} <= set(made.evaluate(metric_key_prefix="dev"))
     assert all(isinstance(v, float | int) and not isinstance(v, np.generic) for v in made.evaluate().values())
 

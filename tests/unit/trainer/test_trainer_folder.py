@@ -50,7 +50,9 @@ def test_a_run_leaves_its_settings_its_numbers_and_its_checkpoints(tmp_path: Pat
     made.train()
     assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "config.yaml", "metrics.jsonl"]
     assert TrainingArguments(**yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == made.args
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6, 6]
+    assert ["train_loss" in r for r in records] == [False] * 6 + [True]
     assert load(tmp_path / "run" / "checkpoint-4").about["policy"] == "bf16-mixed"
 
 
@@ -105,7 +107,7 @@ def test_overwriting_removes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     trainer(run, max_steps=1, learning_rate=0.5, overwrite_output_dir=True).train()
     assert names(run) == ["checkpoint-1", "config.yaml", "data", "metrics.jsonl", "notes.txt"]
     assert (run / "data" / "checkpoint-1").exists()
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2, "the step and the end"
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.5
 
 
@@ -179,7 +181,9 @@ def test_a_disk_too_full_for_a_record_ends_the_run_with_a_remedy(tmp_path: Path)
         with pytest.raises(HalfstepError, match=r"metrics.jsonl"):
             made.train()
     assert trainer(tmp_path / "run").train(resume_from_checkpoint=True).global_step == 6
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6, 6]
+    assert ["train_loss" in r for r in records] == [False] * 6 + [True]
 
 
 class Fill:

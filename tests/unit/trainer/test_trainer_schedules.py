@@ -11,7 +11,8 @@ from torch import nn
 
 from halfstep import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from halfstep.errors import ConfigError
-from halfstep.trainer.schedules import make_scheduler, metric_of
+from halfstep.trainer.best import judge_of
+from halfstep.trainer.schedules import make_scheduler
 
 
 def rates(kind: str, steps: int, **settings_: Any) -> list[float]:
@@ -195,5 +196,5 @@ def test_training_slows_down_where_evaluations_stop_falling_and_goes_on_so_from_
 
 
 def test_a_plateau_of_a_metric_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the learning rate follows eval_f1, and the evaluation gave eval_loss, .* Set metric_for_best_model"):
-        metric_of(TrainingArguments(metric_for_best_model="f1", eval_strategy="epoch"), {"eval_loss": 1.0, "eval_runtime": 1.0})
+    with pytest.raises(ConfigError, match=r"metric_for_best_model is 'eval_f1', and the evaluation gave eval_loss, eval_runtime\. Name one of these"):
+        judge_of(TrainingArguments(metric_for_best_model="f1", eval_strategy="epoch")).value({"eval_loss": 1.0, "eval_runtime": 1.0})

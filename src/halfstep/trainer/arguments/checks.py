@@ -69,7 +69,7 @@ def check_types(kind: Any, settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}", f"Give it {wanted}.")
 
 
-LISTED = {"label_names": "labels", "fp32_modules": "lm_head"}
+LISTED = {"label_names": "labels", "include_for_metrics": "inputs", "fp32_modules": "lm_head"}
 
 
 def _fits(value: Any, option: Any) -> bool:

@@ -90,7 +90,6 @@ NOT_CARRIED: dict[str, tuple[tuple[Any, ...], str]] = {
         "Call torch.cuda.empty_cache() in on_step_end of a TrainerCallback; precision='bf16-lean' takes less memory.",
     ),
     "eval_use_gather_object": ((False,), "Return tensors from prediction_step."),
-    "include_for_metrics": (([],), "Return what the metric needs among the predictions: override Trainer.prediction_step."),
     "include_inputs_for_metrics": ((False,), "Return what the metric needs among the predictions: override Trainer.prediction_step."),
     "save_only_model": ((False,), "Use save_strategy='no' and trainer.save_model(); checkpoints hold all that a run needs to go on."),
     "save_on_each_node": ((False,), "Use an output_dir that all machines see."),

@@ -21,6 +21,7 @@ class EvaluationFields:
         eval_do_concat_batches: one array of the predictions of all batches; otherwise a list of the batches'.
         prediction_loss_only: evaluations give the loss and no predictions.
         batch_eval_metrics: call compute_metrics after each batch, with compute_result=True at the last one.
+        include_for_metrics: what compute_metrics is given besides predictions and labels: inputs, loss (for each sample that of its batch).
         metric_for_best_model: the metric that tells which evaluation is the best; "loss" when not given.
         greater_is_better: whether the best is the largest; when not given, for metrics whose name does not end in loss.
         bf16_full_eval: evaluate in bf16; the weights and the training are not changed.
@@ -35,6 +36,7 @@ class EvaluationFields:
     eval_do_concat_batches: bool = True
     prediction_loss_only: bool = False
     batch_eval_metrics: bool = False
+    include_for_metrics: list[str] | None = None
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     bf16_full_eval: bool = False
