@@ -56,16 +56,7 @@ INSTEAD = {  # of accelerate's Accelerator: what to use where a name is not ther
     "use_seedable_sampler": "nothing: a pass over a prepared loader is resumed in its order anyway",
     "use_stateful_dataloader": "`skip_first_batches`",
     "dispatch_batches": "nothing: each process reads its own batches",
-    "even_batches": "`dataloader_config=DataLoaderConfiguration(even_batches=...)`",
     "join_uneven_inputs": "nothing: prepared loaders give every rank as many batches",
-    "logging_dir": "`project_configuration.logging_dir`",
-    "non_blocking": "nothing: batches in pinned memory are moved without a wait",
-    "project_dir": "`project_configuration.project_dir`",
-    "register_load_state_pre_hook": "`register_for_checkpointing` for objects of your own",
-    "register_save_state_pre_hook": "`register_for_checkpointing` for objects of your own",
-    "save": "`save_model`, or `torch.save` on the main process",
-    "save_iteration": "`project_configuration.iteration`",
-    "skip_first_batches": "`itertools.islice(loader, n, None)`",
     "trigger_sync_in_backward": "`accumulate`, whose last micro-batch synchronises",
 }
 RANKS = ("context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "pipeline_parallel_rank", "tensor_parallel_rank")
