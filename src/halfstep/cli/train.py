@@ -145,8 +145,10 @@ def _yield_defaults(settings: dict[str, Any], line: set[str], noted: set[str]) -
         settings["eval_steps"] = None
     if settings["lr_scheduler_type"] in ("constant", "reduce_lr_on_plateau") and weaker("warmup_steps", "lr_scheduler_type"):
         settings["warmup_steps"] = 0
-    if "adam_beta2" not in TAKES.get(settings["optim"], ()) and weaker("adam_beta2", "optim"):
+    if "adam_beta2" not in TAKES.get(str(settings["optim"]), ()) and weaker("adam_beta2", "optim"):
         settings["adam_beta2"] = TrainingArguments.adam_beta2
+    if settings["load_best_model_at_end"] and settings["eval_strategy"] == "steps" and weaker("save_steps", "load_best_model_at_end"):
+        settings["save_steps"] = settings["eval_steps"]
     if settings["save_strategy"] == "no" and weaker("save_total_limit", "save_strategy"):
         settings["save_total_limit"] = None
     if settings["warmup_ratio"] and weaker("warmup_steps", "warmup_ratio"):

@@ -146,7 +146,7 @@ SET: dict[str, tuple[str, object, list[str]]] = {  # option: (text, value, what 
     "torch_compile_mode": ("default", "default", ["--torch_compile"]),
     "save_strategy": ("best", "best", []),
     "save_total_limit": ("2", 2, []),
-    "load_best_model_at_end": ("true", True, ["--save_steps=1000"]),
+    "load_best_model_at_end": ("true", True, []),
     "dataloader_prefetch_factor": ("3", 3, ["--dataloader_num_workers=1"]),
     "dataloader_persistent_workers": ("true", True, ["--dataloader_num_workers=1"]),
     "dataloader_multiprocessing_context": ("spawn", "spawn", ["--dataloader_num_workers=1"]),

@@ -78,7 +78,6 @@ def test_every_field_is_read_by_something_besides_the_arguments() -> None:
 
 
 AWAITED = {
-    "average_tokens_across_devices",
     "chunked_loss",
     "ddp_backend",
     "ddp_broadcast_buffers",
@@ -86,7 +85,6 @@ AWAITED = {
     "ddp_find_unused_parameters",
     "ddp_static_graph",
     "ddp_timeout",
-    "log_on_each_node",
     "reduce_dtype",
 }
 

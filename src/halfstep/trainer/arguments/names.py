@@ -72,6 +72,11 @@ NOT_CARRIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "do_eval": ((False,), _SCRIPT),
     "do_predict": ((False,), _SCRIPT),
     "local_rank": ((-1,), "Start with torchrun, which tells each process its rank in the environment."),
+    "average_tokens_across_devices": (
+        (False,),
+        "Each rank divides its loss by its own label tokens, and gradients are averaged over ranks; leave it out.",
+    ),
+    "log_on_each_node": ((False,), "The first rank writes the log; leave it out."),
     "log_level": (("passive",), _LEVEL),
     "log_level_replica": (("warning",), _LEVEL),
     "project": (("huggingface",), _TRACKIO),

@@ -43,7 +43,6 @@ class BatchFields:
         per_device_train_batch_size: samples per micro-batch.
         per_device_eval_batch_size: samples per evaluation batch.
         gradient_accumulation_steps: micro-batches per optimizer step.
-        average_tokens_across_devices: divide the loss of a step by the label tokens of all ranks, not of each by itself.
         auto_find_batch_size: halve the batch and begin again when the memory does not suffice.
         train_sampling_strategy: the order of training samples: random; sequential; or group_by_length, batches of about equally long samples.
         length_column_name: the column with the lengths of samples for group_by_length; without that column they are measured.
@@ -60,7 +59,6 @@ class BatchFields:
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
     gradient_accumulation_steps: int = 1
-    average_tokens_across_devices: bool = True
     auto_find_batch_size: bool = False
     train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random"
     length_column_name: str = "length"
