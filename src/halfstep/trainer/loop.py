@@ -173,7 +173,8 @@ class TrainingLoop(Reporting):
                 self._save()
             mean = losses.mean()
             metrics = self._meter.metrics(self.state.global_step - begun) | {"train_loss": mean}
-            self.log(dict(metrics))
+            if losses.count:  # a finished run that is resumed takes no step, and has nothing to say of any
+                self.log(dict(metrics))
             if self.args.load_best_model_at_end:
                 self._load_best()
         except StopNow:
