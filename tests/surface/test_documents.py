@@ -114,6 +114,7 @@ def test_no_document_promises_a_flag_that_is_not_there():
         "version",
         "dtype",
         "output",
+        "max_shard_size",
     }
     for page in DOCUMENTS:
         for command in re.findall(r"halfstep (?:train|doctor|export)[^\n`]*", page.read_text()):

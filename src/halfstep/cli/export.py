@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("checkpoint", help="a checkpoint-STEP folder of a run, or one that Accelerator.save_state wrote")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="format of the weights written (default: fp32)")
-    parser.add_argument("--max-shard-size", default="10GB", help="largest file, such as 5GB; more become several with an index (default: 10GB)")
+    parser.add_argument("--max_shard_size", default="10GB", help="largest file, such as 5GB; more become several with an index (default: 10GB)")
     parser.add_argument("--output", required=True, help="a new folder")
     options = parser.parse_args(argv)
     print(f"wrote {export(options.checkpoint, options.output, options.dtype, options.max_shard_size)} in {options.dtype}")
