@@ -82,6 +82,8 @@ class Trainer(Feeding, Evaluating):
     ) -> None:
         refuse_unknown("Trainer", unknown, inspect.signature(Trainer.__init__).parameters)
         super().__init__()
+        if args is not None and not isinstance(args, TrainingArguments):
+            raise ConfigError(f"args is a {type(args).__name__}", "Give the Trainer a TrainingArguments; TrainingArguments(**settings) makes one.")
         self.args = args if args is not None else TrainingArguments()
         seed_everything(self.args.seed)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -109,6 +111,8 @@ class Trainer(Feeding, Evaluating):
         if (model is None) == (self.model_init is None):
             what = "neither model nor model_init" if model is None else "both model and model_init"
             raise ConfigError(f"the Trainer was given {what}", "Give it one of them.")
+        if model is not None and not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}", "Give the Trainer a module, or a function that makes one as model_init.")
         if self.model_init is not None and self._given != (None, None):
             raise ConfigError("optimizers= belongs to one model, and model_init makes a new one", "Use optimizer_cls_and_kwargs or args.optim.")
         if self.optimizer_cls_and_kwargs is not None and self._given[0] is not None:
