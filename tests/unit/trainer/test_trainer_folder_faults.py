@@ -115,7 +115,7 @@ def test_what_cannot_be_removed_stays_and_the_run_goes_on(tmp_path: Path, monkey
     assert trainer(tmp_path / "run", save_total_limit=1).train().global_step == 6
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert "checkpoint-2 could not be removed" in caplog.text
-    assert "It takes room beyond save_total_limit=1" in caplog.text
+    assert "It takes room beyond save_total_limit" in caplog.text
 
 
 def test_checkpoints_of_another_library_are_not_touched(tmp_path: Path) -> None:
