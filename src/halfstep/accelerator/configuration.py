@@ -63,13 +63,14 @@ class GradScalerKwargs:
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs:
-    """Arguments of `torch.nn.parallel.DistributedDataParallel`. comm_hook: the format in which gradients travel: "no" (their own), "fp16", "bf16"."""
+    """How gradients are brought together, in the words of DistributedDataParallel.
+
+    comm_hook: the format in which they travel: "no" (their own), "fp16" or "bf16".
+    """
 
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
 
 

@@ -39,7 +39,6 @@ NOT_CARRIED = {
     "use_seedable_sampler": "Leave it out: passes over a loader can be resumed in the same order anyway.",
     "logging_dir": "Pass project_dir, or project_config=ProjectConfiguration(logging_dir=...).",
     "fp16": "Pass mixed_precision='fp16'.",
-    "dispatch": "Leave it out: each process reads its own share of the batches.",
 }
 HANDLERS = {kind.__name__: kind for kind in (GradScalerKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs, AutocastKwargs)}
 OTHER_HANDLERS = {

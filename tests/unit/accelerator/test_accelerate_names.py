@@ -122,6 +122,7 @@ def test_calls_that_cannot_work_say_why(call, error: type[Exception], says: str)
         ({"kwargs_handlers": [theirs.AutocastKwargs(enabled=False)]}, "mixed_precision='no'"),
         ({"kwargs_handlers": [theirs.AutocastKwargs(cache_enabled=True)]}, "cache_enabled=True"),
         ({"kwargs_handlers": [theirs.DistributedDataParallelKwargs(check_reduction=True)]}, "check_reduction=True"),
+        ({"kwargs_handlers": [theirs.DistributedDataParallelKwargs(static_graph=True)]}, "static_graph=True"),
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
         ({"dynamo_backend": "eager", "dynamo_plugin": ours.TorchDynamoPlugin()}, "both given"),
         ({"dataloader_config": theirs.DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches=True"),
