@@ -17,7 +17,8 @@ from halfstep.accelerator.prepared import SkippingLoader, skip_first_batches, ta
 from halfstep.accelerator.preparing import Preparing
 from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, masters_beside, pin_as_saved, refuse_state
 from halfstep.amp import bound_policy, convert, layout, model_state
-from halfstep.errors import CheckpointError, ConfigError, StepOrderError
+from halfstep.distributed import on_main
+from halfstep.errors import ConfigError, StepOrderError
 
 logger = logging.getLogger("halfstep")
 
@@ -109,18 +110,7 @@ class Saving(Preparing):
 
     def _write(self, output_dir: str | Path, parts: dict[str, Any], about: dict[str, Any]) -> Path:
         """Rank 0 writes and the others wait for it. Where it cannot, all raise the same."""
-        if self.ranks.world == 1:
-            return checkpoint.save(output_dir, parts, about)
-        failed: CheckpointError | None = None
-        if self.ranks.is_main:
-            try:
-                checkpoint.save(output_dir, parts, about)
-            except CheckpointError as error:
-                failed = error
-        told = self.ranks.broadcast_object((failed.cause, failed.remedy) if failed is not None else None)
-        if told is not None:
-            raise CheckpointError(*told) from failed
-        return Path(output_dir)
+        return on_main(self.ranks, lambda: checkpoint.save(output_dir, parts, about))
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights of a prepared model for use elsewhere: each in the dtype that it was loaded in, rounded from its fp32 master."""
@@ -138,9 +128,8 @@ class Saving(Preparing):
         By its own `save_pretrained` where it has one, else as model.safetensors. max_shard_size: bytes, or text such as "5GB", of the largest file.
         """
         _refuse_pickle(safe_serialization)
-        if self.ranks.is_main:
-            checkpoint.write_model(self.unwrap_model(model), Path(save_directory), self.get_state_dict(model), max_shard_size)
-        self.ranks.barrier()
+        model = self.unwrap_model(model)
+        on_main(self.ranks, lambda: checkpoint.write_model(model, Path(save_directory), self.get_state_dict(model), max_shard_size))
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.

@@ -4,6 +4,7 @@
 """
 
 from halfstep.distributed.alike import refuse_unlike as refuse_unlike
+from halfstep.distributed.gradients import BUCKET_MB as BUCKET_MB
 from halfstep.distributed.gradients import DataParallel as DataParallel
 from halfstep.distributed.gradients import MeanOverRanks as MeanOverRanks
 from halfstep.distributed.gradients import NoReducer as NoReducer
@@ -13,6 +14,7 @@ from halfstep.distributed.launch import leave as leave
 from halfstep.distributed.logs import OnceLogger as OnceLogger
 from halfstep.distributed.logs import get_logger as get_logger
 from halfstep.distributed.logs import rank_here as rank_here
+from halfstep.distributed.once import on_main as on_main
 from halfstep.distributed.ranks import Ranks as Ranks
 from halfstep.distributed.ranks import Solo as Solo
 from halfstep.distributed.ranks import over as over

@@ -83,12 +83,12 @@ def _filled(dealt: list[list[int]], beginning: list[list[int]], world: int, size
 class IterableShard(IterableDataset[Any]):
     """Of the samples of an iterable dataset, the same on every rank, those of one: of each world x batch_size in a row a block of batch_size.
 
-    The last block is filled with samples from the beginning; drop_last leaves it out instead. Every rank reads all samples.
+    even: the last block is filled with samples from the beginning; drop_last leaves it out instead. Every rank reads all samples.
     """
 
-    def __init__(self, dataset: Any, ranks: Ranks, batch_size: int, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, ranks: Ranks, batch_size: int, drop_last: bool, even: bool = True) -> None:
         self.dataset, self.rank, self.world = dataset, ranks.rank, ranks.world
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size, self.drop_last, self.even = batch_size, drop_last, even
         self.round_samples: int | None = None  # of the last round, if it was filled; known where no worker processes read
 
     def set_epoch(self, epoch: int) -> None:
@@ -106,9 +106,9 @@ class IterableShard(IterableDataset[Any]):
         samples, beginning = iter(self.dataset), list[Any]()
         while block := list(itertools.islice(samples, size)):
             beginning = beginning or block
-            if len(block) < size:
-                if self.drop_last:
-                    return
+            if len(block) < size and self.drop_last:
+                return
+            if len(block) < size and self.even:
                 self.round_samples = len(block)
                 block += itertools.islice(itertools.cycle(beginning), size - len(block))
             yield from block[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
@@ -138,7 +138,7 @@ def shard(loader: DataLoader[Any], ranks: Ranks, even: bool = True, split: bool 
         raise ConfigError(f"split_batches=True with batches of {size} samples for {ranks.world} processes", "Use a batch_size that they can divide.")
     size = size // ranks.world if split else size
     if iterable:
-        dealt = IterableShard(loader.dataset, ranks, size, loader.drop_last)
+        dealt = IterableShard(loader.dataset, ranks, size, loader.drop_last, even)
         return DataLoader(dealt, batch_size=size, drop_last=loader.drop_last, **settings)
     batches: Any = loader.batch_sampler
     if split:

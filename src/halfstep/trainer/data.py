@@ -13,8 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 
 from halfstep.accelerator import EpochStart
 from halfstep.checkpoint import seed_everything
+from halfstep.distributed import Ranks, Solo, shard
 from halfstep.errors import DataError, suggest
 
+RANKS_APART = 1_000_003  # between the seeds of the workers of two ranks
+ALONE = Solo()
 LABELS = ("labels", "label", "label_ids")
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -24,13 +27,27 @@ class EpochBatches(Sampler[list[int]]):
 
     So a run that stops in the middle of an epoch goes on with the very next batch, without reading the ones before.
     lengths: of the samples, to put such of like length together. grouped: samples of a step, which are made alike too.
+    ranks: a batch is that of all ranks together, batch_size for each, and this gives the part of one. Of a last, smaller batch ranks get as many
+    samples, give or take one; `padded` gives a rank without any the first sample, whose loss then weighs nothing (`weight`).
     """
 
     def __init__(
-        self, samples: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, lengths: Sequence[int] | None = None, grouped: int = 1
+        self,
+        samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        lengths: Sequence[int] | None = None,
+        grouped: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        padded: bool = True,
     ) -> None:
         self.samples, self.batch_size, self.shuffle, self.seed, self.drop_last = samples, batch_size, shuffle, seed, drop_last
         self.lengths, self.grouped = lengths, grouped
+        self.rank, self.world, self.padded = rank, world, padded
         self.epoch = 0
         self.start = 0
 
@@ -42,10 +59,23 @@ class EpochBatches(Sampler[list[int]]):
         if self.lengths is not None:
             order = by_length(order, self.lengths, self.grouped)
         for b in range(self.start, len(self)):
-            yield Batch(order[b * self.batch_size : (b + 1) * self.batch_size], self.epoch)
+            begin, size = self._part(b)
+            if size or self.padded:
+                yield Batch(order[begin : begin + size] or order[:1], self.epoch)
+
+    def _part(self, number: int) -> tuple[int, int]:
+        """Where this rank's part of a batch begins, and how many samples it has."""
+        first = number * self.batch_size * self.world
+        each, more = divmod(min(self.batch_size * self.world, self.samples - first), self.world)
+        return first + self.rank * each + min(self.rank, more), each + (self.rank < more)
+
+    def weight(self, number: int) -> float:
+        """What the mean loss of this rank's part counts for, so that the mean over ranks is that over all samples of the batch."""
+        whole = min(self.batch_size * self.world, self.samples - number * self.batch_size * self.world)
+        return self._part(number)[1] * self.world / whole
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.samples, self.batch_size)
+        whole, rest = divmod(self.samples, self.batch_size * self.world)
         return whole + (rest > 0 and not self.drop_last)
 
 
@@ -112,12 +142,14 @@ def make_loader(
     started: str | None = None,
     lengths: Sequence[int] | None = None,
     grouped: int = 1,
+    ranks: Ranks = ALONE,
+    padded: bool = True,
 ) -> DataLoader[Any]:
     """A DataLoader over a map-style dataset (with an `EpochBatches` sampler) or an iterable one.
 
     pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there. prefetch: batches that each worker makes ahead.
     persistent: workers stay between passes. started: how they are (fork, spawn, forkserver); the system's way when not given.
-    lengths, grouped: as in `EpochBatches`.
+    lengths, grouped, ranks, padded: as in `EpochBatches`. An iterable dataset is read by every rank, which keeps its own share.
     It has a random generator of its own, so that starting it leaves torch's random state alone.
     """
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin, "prefetch_factor": prefetch, "persistent_workers": persistent}
@@ -133,13 +165,16 @@ def make_loader(
             raise DataError(
                 "group_by_length needs data with a length, and an iterable dataset has none", "Leave it out, or give a map-style dataset."
             )
-        return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, generator=own, **options)
+        whole: Any = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, generator=own, **options)
+        return shard(whole, ranks, even=padded)
     if len(dataset) == 0:
         raise DataError("the dataset has no samples", "Check the path and the filters.")
-    batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, lengths=lengths, grouped=grouped)
+    how: dict[str, Any] = {"lengths": lengths, "grouped": grouped * ranks.world, "rank": ranks.rank, "world": ranks.world, "padded": padded}
+    batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **how)
     if len(batches) == 0:
         raise DataError(
-            f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size}, and dataloader_drop_last=True leaves that out",
+            f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size * ranks.world}, "
+            "and dataloader_drop_last=True leaves that out",
             "Use a smaller batch, or dataloader_drop_last=False.",
         )
     data: Any = Reseeded(dataset, seed) if persistent else dataset
@@ -161,7 +196,8 @@ def from_batch(loader: Any, epoch: int, start: int, begun: EpochStart | None = N
     if isinstance(batches, EpochBatches):
         workers = loader.num_workers > 0  # they have random numbers of their own, so they make again what was used
         batches.epoch, batches.start = epoch, 0 if workers else start
-        loader.generator.manual_seed(batches.seed + epoch)  # seeds worker processes, so that they do not depend on the epochs before
+        # seeds worker processes, which have random numbers of their own on each rank, and do not depend on the epochs before
+        loader.generator.manual_seed(batches.seed + epoch + batches.rank * RANKS_APART)
         return itertools.islice(loader, start, None) if workers else iter(loader)
     told: list[Any] = [getattr(loader, name, None) for name in ("sampler", "dataset")]
     for item in told:

@@ -19,6 +19,7 @@ from halfstep.trainer.evaluation import Column, EvalLoopOutput, MeanLoss, Metric
 from halfstep.trainer.items import count_items
 from halfstep.trainer.loop import TrainingLoop
 from halfstep.trainer.outputs import EvalPrediction, PredictionOutput, explained, predictions_of
+from halfstep.trainer.ranks import dealt
 from halfstep.trainer.speed import speed_metrics
 
 
@@ -103,7 +104,8 @@ class Evaluating(TrainingLoop):
         losses, samples, wanted = MeanLoss(), 0, args.include_for_metrics or ()
         columns = predictions, labels, inputs_kept = tuple(Column(args.eval_do_concat_batches) for _ in range(3))
         each_loss = Column(args.eval_do_concat_batches)
-        self._eval_loader = dataloader
+        ranks = self.accelerator.ranks
+        self._eval_loader = dataloader = dealt(dataloader, ranks, even=False)
         with self._changes.in_use(), evaluation.undisturbed(self.model), self._narrow_forward():
             for number, (batch, last) in enumerate(evaluation.with_last(dataloader), 1):
                 inputs = self._inputs(batch)
@@ -126,6 +128,11 @@ class Evaluating(TrainingLoop):
                     for column in (*columns, each_loss):
                         column.settle()
                 self._interrupt.stop_if_requested()
+        if ranks.world > 1:
+            samples = sum(ranks.gather_object(samples))
+            losses.share(ranks)
+            for column in (*columns, each_loss):
+                column.share(ranks)
         if not samples:
             raise DataError("the evaluation data yields nothing", "Check the dataset: it has no samples, or its iterator is spent.")
         found, target = predictions.result(), labels.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.checkpoint import capture, restore
+from halfstep.distributed import Ranks
 from halfstep.errors import ConfigError
 from halfstep.trainer.outputs import EvalPrediction, join, to_numpy
 
@@ -61,6 +62,13 @@ class MeanLoss:
         self._losses.append(loss.detach().double().mean())
         self._items.append(items)
 
+    def share(self, ranks: Ranks) -> None:
+        """Take in those of all ranks, in the order of the data."""
+        losses, items = torch.stack(self._losses).tolist() if self._losses else [], [int(n) for n in self._items]
+        pieces = ranks.gather_object(list(zip(losses, items, strict=True)))
+        joined = in_turn(pieces)
+        self._losses, self._items = [torch.tensor(loss, dtype=torch.float64) for loss, _ in joined], [count for _, count in joined]
+
     def mean(self) -> float | None:
         """The mean; None without any loss, NaN when no batch had an item."""
         if not self._losses:
@@ -90,6 +98,11 @@ class Column:
         """Move what waits to the CPU, as numpy arrays."""
         self._arrays += [to_numpy(value) for value in self._waiting]
         self._waiting = []
+
+    def share(self, ranks: Ranks) -> None:
+        """Take in those of all ranks, in the order of the data."""
+        self.settle()
+        self._arrays = in_turn(ranks.gather_object(self._arrays))
 
     def result(self) -> Any:
         """All of them; None without any."""
@@ -155,3 +168,9 @@ def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
             yield batch, False
             batch = following
         yield batch, True
+
+
+def in_turn(pieces: Sequence[Sequence[Any]]) -> list[Any]:
+    """What ranks have of each batch, batch by batch in the order of ranks: the order of the data."""
+    longest = max(map(len, pieces), default=0)
+    return [mine[i] for i in range(longest) for mine in pieces if i < len(mine)]

@@ -42,7 +42,7 @@ class Feeding(TrainingLoop):
             data = self.eval_dataset[data]
         if data is None:
             raise ConfigError("evaluation needs data", "Pass eval_dataset= to the Trainer, or eval_strategy='no'.")
-        return self._load(data, self.args.per_device_eval_batch_size, shuffle=False, seed=self.args.seed, drop_last=False)
+        return self._load(data, self.args.per_device_eval_batch_size, shuffle=False, seed=self.args.seed, drop_last=False, padded=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """The loader of data to predict on, in order."""
@@ -71,6 +71,7 @@ class Feeding(TrainingLoop):
             "persistent": a.dataloader_persistent_workers,
         }
         workers |= {"pin": a.dataloader_pin_memory and self.accelerator.device.type == "cuda", "started": a.dataloader_multiprocessing_context}
+        workers["ranks"] = self.accelerator.ranks
         return make_loader(without_unused(data, self._taken), self.data_collator, batch_size=batch_size, **workers, **order)
 
     def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
+        self.agreed: bool | None = None  # in several processes: whether it was requested in one of them, as all know since the last step
         self._before: Any = None
         self._active = False
 
@@ -47,7 +48,7 @@ class Interrupt:
 
     def stop_if_requested(self) -> None:
         """Raise StopNow after the first Ctrl-C."""
-        if self.requested:
+        if self.requested if self.agreed is None else self.agreed:
             raise StopNow
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -8,13 +8,15 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from halfstep.accelerator import Accelerator, EpochStart
+from halfstep.checkpoint import read_manifest
 from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedError
 from halfstep.step import StepResult
 from halfstep.trainer import outputs
@@ -22,12 +24,13 @@ from halfstep.trainer.arguments import spaced
 from halfstep.trainer.best import compares, folder_of_best, judge_of
 from halfstep.trainer.build import lengths, step_options
 from halfstep.trainer.changes import Changes
-from halfstep.trainer.data import count_inputs, from_batch
+from halfstep.trainer.data import from_batch
 from halfstep.trainer.fitting import FixedBatch, OutOfMemory, is_out_of_memory
 from halfstep.trainer.flow import give_back, states_of
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import TrainOutput, record_of
 from halfstep.trainer.processing import write_processing
+from halfstep.trainer.ranks import accelerator_for, batches_gone, dealt, mean_loss, share_losses, used_in, weight_of
 from halfstep.trainer.reporting import Reporting
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
 from halfstep.trainer.rules import follow_rules, note_pins
@@ -57,6 +60,7 @@ class TrainingLoop(Reporting):
         self._epoch_start, self._saved_at = EpochStart(), -1  # where the epoch began; the step of the last checkpoint
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
+        self._weight = 1.0  # of the loss of the micro-batch at hand among those of other ranks
         self._clips_late = False  # clipping is left to the optimizer's own pass
         self._follows_metric = False  # the schedule moves with evaluations and not with steps
         self._last: StepResult | None = None
@@ -141,9 +145,10 @@ class TrainingLoop(Reporting):
 
     def _enter(self, checkpoint: Path | None) -> None:
         """Begin a run in its folder, or go on from a checkpoint."""
+        ranks = self.accelerator.ranks
         if checkpoint is None:
             self.run.begin(self.settings, self.args.overwrite_output_dir or self._batch.tried > 0)
-            if told := follow_rules(self.args, self.run.path, self.model):
+            if told := follow_rules(self.args, self.run.path, self.model, ranks.is_main):
                 self.log(told)
         else:
             refuse_other_settings(checkpoint, settings_to_keep(self.args, self._loader))
@@ -151,6 +156,8 @@ class TrainingLoop(Reporting):
             self.accelerator.load_state(checkpoint)
             for name, value in own.items():
                 setattr(self.state, name, value)
+            self.state.is_world_process_zero, self.state.is_local_process_zero = ranks.is_main, ranks.is_local_main
+            self.state.batches_in_epoch = batches_gone(ranks, read_manifest(checkpoint).about.get("ranks"), self.state.batches_in_epoch)
             self._losses = Losses(self.state.loss_sum, self.state.loss_count)
             self.control.should_evaluate = self.state.evaluation_due
             give_back(self.callbacks.callbacks, self.state.stateful_callbacks)
@@ -171,7 +178,7 @@ class TrainingLoop(Reporting):
                     losses.add(result.loss_tensor)
             if self.args.save_strategy in ("steps", "epoch") and self.state.global_step not in (begun, self._saved_at):
                 self._save()
-            mean = losses.mean()
+            mean = share_losses(self.accelerator.ranks, losses).mean()
             metrics = self._meter.metrics(self.state.global_step - begun) | {"train_loss": mean}
             if losses.count:  # a finished run that is resumed takes no step, and has nothing to say of any
                 self.log(dict(metrics))
@@ -187,17 +194,15 @@ class TrainingLoop(Reporting):
     def _set_up(self) -> DataLoader[Any]:
         """Loader, optimizer, schedule and lengths, all before anything is trained."""
         self._forget()
-        loader = self.get_train_dataloader()
+        ranks = self.accelerator.ranks
+        loader = dealt(self.get_train_dataloader(), ranks)
         length = lengths(self.args, loader)
         self._per_epoch = length.per_epoch
         if self.args.eval_strategy != "no" or self.args.eval_on_start:
             self._check_evaluation_data()
-        a, zero = self.args, (self.state.is_world_process_zero, self.state.is_local_process_zero)
-        self.state, self.control, self._losses = (
-            TrainerState(is_world_process_zero=zero[0], is_local_process_zero=zero[1]),
-            TrainerControl(),
-            Losses(),
-        )
+        a = self.args
+        self.state = TrainerState(is_world_process_zero=ranks.is_main, is_local_process_zero=ranks.is_local_main)
+        self.control, self._losses = TrainerControl(), Losses()
         self.state.max_steps, self.state.num_train_epochs = length.steps, length.epochs
         self.state.logging_steps, self.state.eval_steps, self.state.save_steps = (
             spaced(every, length.steps) for every in (a.logging_steps, a.steps_between_evaluations, a.save_steps)
@@ -208,6 +213,7 @@ class TrainingLoop(Reporting):
         self._prepare_run()
         self.create_optimizer_and_scheduler(num_training_steps=self.state.max_steps)
         self.optimizer, self.lr_scheduler = self.accelerator.prepare(self.optimizer, self.lr_scheduler)
+        self.lr_scheduler.times = 1  # the schedule counts the steps of all ranks together
         self.optimizer_in_use, self.scheduler_in_use = self.optimizer, self.lr_scheduler
         self._follows_metric = follows_metric(self.scheduler_in_use)
         self.accelerator.register_for_checkpointing(self.state, self._epoch_start)
@@ -215,9 +221,7 @@ class TrainingLoop(Reporting):
 
     def _fresh_accelerator(self) -> Accelerator:
         """An accelerator that knows the model and nothing of an earlier call of train()."""
-        a = self.args
-        strict: Literal["raise", "skip"] = "raise" if a.on_overflow == "raise" else "skip"
-        fresh = Accelerator(precision=a.policy, cpu=a.use_cpu, patience=a.max_bad_steps, on_overflow=strict, heal=a.heal)
+        fresh = accelerator_for(self.args)
         fresh.prepare(self.model)
         return fresh
 
@@ -251,11 +255,13 @@ class TrainingLoop(Reporting):
         self._event("on_step_begin")
         learning_rate = self._rate = self.scheduler_in_use.get_last_lr()[0]
         result = outputs.with_bad_inputs(self._take_step(window), window)
-        self._count(window)
+        samples, inputs, tokens = used_in(window, self.args.include_num_input_tokens_seen == "non_padding", self.accelerator.ranks, self._interrupt)
+        self.state.num_input_tokens_seen += inputs
+        self._meter.add(samples, inputs if tokens else None)
         self.state.replayed_steps += result.replays > 0
         self.state.last_grad_norm, self._last = result.grad_norm, result
         if result.pinned:
-            self.log(note_pins(self.run.path, self.model, result.pinned))
+            self.log(note_pins(self.run.path, self.model, result.pinned, self.accelerator.is_main_process))
         self._losses.add(result.loss_tensor)
         self.state.batches_in_epoch += len(window)
         size = len(loader) if self._per_epoch is not None else max(1, self.state.batches_in_epoch)
@@ -271,19 +277,15 @@ class TrainingLoop(Reporting):
         self._event("on_step_end" if result else "on_step_skipped", step_result=result, learning_rate=learning_rate)
         return result
 
-    def _count(self, window: list[Any]) -> None:
-        """What was used, for the rates and for num_input_tokens_seen."""
-        for batch in window:
-            samples, inputs, tokens = count_inputs(batch, self.args.include_num_input_tokens_seen == "non_padding")
-            self.state.num_input_tokens_seen += inputs
-            self._meter.add(samples, inputs if tokens else None)
-
     def _compute(self, window: list[Any], items: dict[str, Any]) -> None:
         """Forward and backward passes of the micro-batches of a window, then clipping; after an overflow it is called again."""
         self._window = len(window)
         for i, batch in enumerate(window):
-            self.training_step(self.model, self._inputs(batch), **items)
-            if i + 1 < len(window):
+            self._weight = weight_of(self._loader, self.state.batches_in_epoch + i)
+            last = i + 1 == len(window)
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                self.training_step(self.model, self._inputs(batch), **items)
+            if not last:
                 self._event("on_substep_end")
         if self.args.max_grad_norm > 0 and not self._clips_late:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
@@ -316,7 +318,7 @@ class TrainingLoop(Reporting):
         """A record of its own for every refused step: what was not finite is in the log, not only on the terminal."""
         self.state.skipped_steps += 1
         if result is not None:
-            self.log(record_of(result) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
+            self.log(mean_loss(self.accelerator.ranks, record_of(result)) | {"applied": self.state.global_step, "skipped": self.state.skipped_steps})
 
     def _act(self) -> None:
         """Do what the control asks for: log, evaluate, save. The switches are cleared."""
@@ -367,8 +369,9 @@ class TrainingLoop(Reporting):
         """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""
         if not self._losses.count:
             return
-        mean, self._losses = self._losses.mean(), Losses()
+        mean, self._losses = share_losses(self.accelerator.ranks, self._losses).mean(), Losses()
         record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": self._rate, "scale": self.accelerator.scaler.get_scale()}
+        record |= {"reduced_bytes": self.accelerator.reduced_bytes} if self.accelerator.num_processes > 1 else {}
         record |= outputs.watched(self._last) if self._last is not None else self.state.watched
         if self.counts_tokens:
             record |= speed_metrics("train", time.perf_counter() - self._meter.began, tokens=self.state.num_input_tokens_seen - self._tokens_at_start)
@@ -376,17 +379,19 @@ class TrainingLoop(Reporting):
         self.log(record | counts)
 
     def _save(self) -> Path:
+        self._losses = share_losses(self.accelerator.ranks, self._losses)
         self.state.loss_sum, self.state.loss_count = float(self._losses.sum), self._losses.count
         self.state.evaluation_due = self.control.should_evaluate
         self.state.watched = outputs.watched(self._last) if self._last is not None else self.state.watched
-        about = {"arguments": settings_to_keep(self.args, self._loader)}
+        about = {"arguments": settings_to_keep(self.args, self._loader), "ranks": self.accelerator.num_processes}
         target = self.run.path / f"checkpoint-{self.state.global_step}"
         if self.state.best_global_step is not None:
             best = target if self.state.best_global_step == self.state.global_step else folder_of_best(self.run.path, self.state)
             self.state.best_model_checkpoint = str(best) if best is not None else None
         self.state.stateful_callbacks = states_of(self.callbacks.callbacks)
         folder = self.accelerator.save_state(target, about)
-        write_processing(self.processing_class, folder)
+        if self.accelerator.is_main_process:
+            write_processing(self.processing_class, folder)
         self._saved_at = self.state.global_step
         self.run.keep_newest(self.args.save_total_limit, folder_of_best(self.run.path, self.state))
         self._event("on_save")

@@ -17,13 +17,13 @@ RULES = "rules.yaml"
 HEADER = "# modules that 16 bits could not hold; halfstep reads this file when a run begins in this folder, or with rules=FILE\n"
 
 
-def note_pins(folder: Path, model: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+def note_pins(folder: Path, model: nn.Module, names: tuple[str, ...], write: bool = True) -> dict[str, Any]:
     """Write the pins of `model` down for the next run; the record of those of this step, for the log."""
     why = {p.module: p.why for p in pins(model)}
-    return {"pinned": list(names), "why": [why[name] for name in names], "rules": str(write_rules(folder, model))}
+    return {"pinned": list(names), "why": [why[name] for name in names], "rules": str(write_rules(folder, model) if write else folder / RULES)}
 
 
-def follow_rules(args: TrainingArguments, folder: Path, model: nn.Module) -> dict[str, Any]:
+def follow_rules(args: TrainingArguments, folder: Path, model: nn.Module, write: bool = True) -> dict[str, Any]:
     """Hold the modules in fp32 that the rules file of the arguments names, or with heal="pin" that of the run folder, which then has them all.
 
     Returns the record for the log, empty without any.
@@ -32,7 +32,7 @@ def follow_rules(args: TrainingArguments, folder: Path, model: nn.Module) -> dic
     if args.rules is None and (args.heal != "pin" or not path.exists()):
         return {}
     held = apply_rules(path, model)
-    if held and args.rules is not None:
+    if held and write and args.rules is not None:
         write_rules(folder, model)
     return {"pinned": held, "why": [f"{path} says so"] * len(held), "rules": str(path)} if held else {}
 

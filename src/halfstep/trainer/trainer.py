@@ -33,7 +33,8 @@ from halfstep.trainer.optimizers import make_optimizer
 from halfstep.trainer.outputs import LossFunction, accepts, explained, loss_of
 from halfstep.trainer.processing import chosen_processing, write_processing
 from halfstep.trainer.progress import ProgressCallback
-from halfstep.trainer.run import MetricsWriter, RunFolder
+from halfstep.trainer.ranks import folder_of
+from halfstep.trainer.run import MetricsWriter
 from halfstep.trainer.schedules import make_scheduler
 from halfstep.trainer.smoothing import smoother_for
 
@@ -92,15 +93,16 @@ class Trainer(Feeding, Evaluating):
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = self._given = tuple(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.run = RunFolder(self.args.output_dir)
         self.model_init = model_init
         self._collate: Collator = data_collator if data_collator is not None else collator_for(self.processing_class)
         self._refuse(model)
         self._use_model(model if model is not None else self.call_model_init())
         self.accelerator = self._fresh_accelerator()
-        trackers = [TrackerCallback(one) for one in trackers_of(self.args)]
+        main, self.run = self.accelerator.is_main_process, folder_of(self.args, self.accelerator.ranks)
+        self.state.is_world_process_zero, self.state.is_local_process_zero = main, self.accelerator.is_local_main_process
+        trackers = [TrackerCallback(one) for one in trackers_of(self.args)] if main else []
         self.callbacks = CallbackList([DefaultFlowCallback(), MetricsWriter(self.run)])
-        for callback in (*trackers, *(() if self.args.disable_tqdm else (ProgressCallback(),)), *(callbacks or ())):
+        for callback in (*trackers, *(() if self.args.disable_tqdm or not main else (ProgressCallback(),)), *(callbacks or ())):
             self.add_callback(callback)
         self.settings = self.args.to_dict()
         self._prepare_run()
@@ -229,6 +231,8 @@ class Trainer(Feeding, Evaluating):
         if not self._counts_items:
             return {}
         items = count_items(window, self.label_names, self._shifts_labels)
+        if items is not None and self.accelerator.num_processes > 1:  # gradients are a mean over ranks: each divides by its share of the items of all
+            items = self.accelerator.ranks.reduce(items, "sum") / self.accelerator.num_processes
         return {} if items is None else {"num_items_in_batch": items.to(self.accelerator.device, non_blocking=True)}
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -244,7 +248,8 @@ class Trainer(Feeding, Evaluating):
         with self.compute_loss_context_manager(), explained(inputs, self.label_names, model):
             loss = self.compute_loss(model, inputs, **more)
         scaled = self.loss_is_scaled_for_ga if self.loss_is_scaled_for_ga is not None else was_used(items)
-        self.accelerator.backward(loss / self._window if self._window > 1 and not scaled else loss)
+        part = loss / self._window if self._window > 1 and not scaled else loss
+        self.accelerator.backward(part * self._weight if self._weight != 1.0 and not scaled else part)
         return torch.as_tensor(loss.detach())
 
     @property
@@ -256,4 +261,5 @@ class Trainer(Feeding, Evaluating):
         """Write the model as `Accelerator.save_model` does, each weight in the dtype it was loaded in, from its master; and the processing class."""
         folder = Path(output_dir) if output_dir is not None else self.run.path
         self.accelerator.save_model(self.model, folder)
-        write_processing(self.processing_class, folder)
+        if self.accelerator.is_main_process:
+            write_processing(self.processing_class, folder)
