@@ -53,6 +53,13 @@ def decays(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if name not in inside and not NOT_DECAYED.search(name.lower())]
 
 
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: those that weight decay acts on, and the others with none."""
+    decayed, trainable = set(decays(model)), {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parts = ((weight_decay, [p for n, p in trainable.items() if n in decayed]), (0.0, [p for n, p in trainable.items() if n not in decayed]))
+    return [{"params": part, "weight_decay": decay} for decay, part in parts if part]
+
+
 def _groups(kind: Callable[..., Optimizer], model: nn.Module, trainable: dict[str, nn.Parameter], args: TrainingArguments) -> list[dict[str, Any]]:
     if not _accepts(kind, "weight_decay"):
         if args.weight_decay:

@@ -29,7 +29,7 @@ from halfstep.trainer.flow import DefaultFlowCallback
 from halfstep.trainer.fused import use_fused_kernels
 from halfstep.trainer.items import count_items, model_takes_items, noting, shifts_labels, takes_items, was_used
 from halfstep.trainer.loggers import TrackerCallback, trackers_of
-from halfstep.trainer.optimizers import make_optimizer
+from halfstep.trainer.optimizers import make_optimizer, parameter_groups
 from halfstep.trainer.outputs import LossFunction, accepts, explained, loss_of
 from halfstep.trainer.processing import chosen_processing, write_processing
 from halfstep.trainer.progress import ProgressCallback
@@ -189,9 +189,13 @@ class Trainer(Feeding, Evaluating):
             self.lr_scheduler = self._given[1]
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The optimizer: the one given, or that of `args.optim`."""
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(model if model is not None else self.model, self.args)
+        """The optimizer: the one given, one of the class given, or that of `args.optim`."""
+        trained = model if model is not None else self.model
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is not None:
+            kind, settings = self.optimizer_cls_and_kwargs
+            self.optimizer = kind(parameter_groups(trained, self.args.weight_decay), **settings)
+        elif self.optimizer is None:
+            self.optimizer = make_optimizer(trained, self.args)
         made: Optimizer = self.optimizer
         return made
 

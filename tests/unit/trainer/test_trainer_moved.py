@@ -216,3 +216,12 @@ def test_speed_and_tokens_are_told(tmp_path: Path) -> None:
     made.save_metrics("train", output.metrics)
     made.save_state()
     assert {"train_results.json", "all_results.json", "trainer_state.json"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_an_optimizer_is_made_of_the_class_that_was_given(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=1, weight_decay=0.1)
+    made = Trainer(Words(), args, train_dataset=rows(12), optimizer_cls_and_kwargs=(torch.optim.Adagrad, {"lr": 0.25}))
+    made.train()
+    assert type(made.optimizer.optimizer) is torch.optim.Adagrad
+    assert [g["weight_decay"] for g in made.optimizer.param_groups] == [0.1, 0.0]
+    assert made.optimizer.defaults["lr"] == 0.25
