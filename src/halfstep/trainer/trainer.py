@@ -26,7 +26,7 @@ from halfstep.trainer.evaluation import batchwise
 from halfstep.trainer.feeding import Feeding
 from halfstep.trainer.fitting import FittingBatch, FixedBatch
 from halfstep.trainer.flow import DefaultFlowCallback
-from halfstep.trainer.fused import use_fused_kernels
+from halfstep.trainer.fused import use_chunked_loss, use_fused_kernels
 from halfstep.trainer.items import count_items, model_takes_items, noting, shifts_labels, takes_items, was_used
 from halfstep.trainer.loggers import TrackerCallback, trackers_of
 from halfstep.trainer.optimizers import make_optimizer, parameter_groups
@@ -154,6 +154,8 @@ class Trainer(Feeding, Evaluating):
         self._batch = FittingBatch(a.per_device_train_batch_size) if a.auto_find_batch_size else FixedBatch(a.per_device_train_batch_size)
         if a.use_liger_kernel:
             use_fused_kernels(model, default_device(a.use_cpu))
+        other = "label_smoothing_factor" if a.label_smoothing_factor > 0 else "compute_loss_func" if self.compute_loss_func is not None else ""
+        use_chunked_loss(model, a.chunked_loss, other)
         if a.label_smoothing_factor > 0:
             self.compute_loss_func = smoother_for(model, a.label_smoothing_factor, self.label_names)
             self.data_collator = DecoderInputs(self.data_collator, model)

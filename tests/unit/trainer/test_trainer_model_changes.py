@@ -295,3 +295,30 @@ def test_a_run_grouped_by_length_goes_on_in_the_middle_of_an_epoch(tmp_path: Pat
 def test_samples_in_their_own_order(tmp_path: Path) -> None:
     trainer = Trainer(gpt2(), arguments(tmp_path, train_sampling_strategy="sequential"), None, rows(gpt2()))
     assert list(trainer.get_train_dataloader().batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+# --- the loss without logits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-lean"])
+def test_a_run_without_logits_has_the_losses_of_the_run_with_them(tmp_path: Path, precision: str) -> None:
+    plain = run(tmp_path / "a", gpt2(), precision=precision)
+    model = gpt2()
+    trainer = Trainer(
+        model, arguments(tmp_path / "b", precision=precision, chunked_loss="on", eval_strategy="steps"), None, rows(model), rows(model, 4)
+    )
+    trainer.train()
+    losses = [r["loss"] for r in trainer.state.log_history if "loss" in r]
+    assert all(math.isclose(a, b, rel_tol=1e-5 if precision == "fp32" else 1e-2) for a, b in zip(plain[0], losses, strict=True))
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
+    assert model.train()(**batch).logits is None
+    assert trainer.predict(rows(model, 4)).predictions.shape == (4, 8, 32)
+    assert Trainer(model, arguments(tmp_path / "c", precision=precision, chunked_loss="on"), None, rows(model)).train().global_step == 3
+
+
+def test_a_loss_that_cannot_be_chunked_is_refused_or_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="BertForSequenceClassification"):
+        Trainer(bert(), arguments(tmp_path, chunked_loss="on"))
+    with pytest.raises(ConfigError, match=r"chunked_loss='on' replaces the model's own loss, and label_smoothing_factor asks for another"):
+        Trainer(gpt2(), arguments(tmp_path, chunked_loss="on", label_smoothing_factor=0.1))
+    assert run(tmp_path / "a", bert(), chunked_loss="auto")[0] == run(tmp_path / "b", bert())[0]
