@@ -128,8 +128,13 @@ def _untrainable(model: nn.Module) -> str:
 
 
 def refuse_unfilled(model: nn.Module) -> None:
-    """Raise ConfigError for a model on the meta device, whose parameters have shapes and no values."""
+    """Raise ConfigError for a model whose parameters have no values: on the meta device, and lazy ones before the first batch."""
     for name, p in model.named_parameters():
+        if torch.nn.parameter.is_lazy(p):
+            raise ConfigError(
+                f"{name} has no shape yet: it is a lazy parameter, which the first batch gives one",
+                "Call the model once on a batch before prepare() (or before the Trainer is made).",
+            )
         if p.is_meta:
             raise ConfigError(f"{name} is on the meta device: it has a shape and no values", "Load the weights before prepare().")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from halfstep.amp import chunk_loss
+from halfstep.amp import ChunkedLoss, chunk_loss
 from halfstep.errors import ConfigError, MissingExtraError
 
 logger = logging.getLogger("halfstep")

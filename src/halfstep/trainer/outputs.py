@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError, suggest
 from halfstep.step import Culprit, StepResult
+from halfstep.trainer.columns import SPANS
 
 LossFunction = Callable[..., Tensor]
 
@@ -151,7 +152,8 @@ def check_batch(model: nn.Module, batch: Any, label_names: tuple[str, ...]) -> N
             f"the loader gives batches of type {type(batch).__name__}, and the model needs named inputs", "Let the collator return a dict."
         )
     for name in label_names:
-        check_labels(model, batch.get(name))
+        if name not in SPANS:  # places in a text, and no classes
+            check_labels(model, batch.get(name))
 
 
 def record_of(result: StepResult) -> dict[str, Any]:
