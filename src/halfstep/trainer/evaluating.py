@@ -137,7 +137,8 @@ class Evaluating(TrainingLoop):
             raise DataError("the evaluation data yields nothing", "Check the dataset: it has no samples, or its iterator is spent.")
         found, target = predictions.result(), labels.result()
         if not batchwise and found is not None and target is not None:
-            metric(EvalPrediction(found, target, inputs_kept.result(), each_loss.result()))
+            whole: dict[str, Any] = {"compute_result": True} if args.batch_eval_metrics else {}
+            metric(EvalPrediction(found, target, inputs_kept.result(), each_loss.result()), **whole)
         return EvalLoopOutput(found, target, _under(metric_key_prefix, losses.mean(), metric), samples)
 
     def _narrow_forward(self) -> AbstractContextManager[Any]:

@@ -162,6 +162,22 @@ def test_training_with_and_without_evaluations_ends_in_the_same_weights(tmp_path
     assert all(torch.equal(a, b) for a, b in zip(*final, strict=True))
 
 
+def test_metrics_of_batches_are_told_which_is_the_last_and_get_a_prediction_whole(tmp_path: Path) -> None:
+    told: list[tuple[bool, int]] = []
+
+    def summed(prediction: EvalPrediction, compute_result: bool) -> dict[str, float] | None:
+        told.append((compute_result, len(prediction.label_ids)))
+        return {"seen": sum(count for _, count in told)} if compute_result else None
+
+    made = trainer(tmp_path, compute_metrics=summed, batch_eval_metrics=True, per_device_eval_batch_size=3)
+    assert made.evaluate()["eval_seen"] == 7
+    assert told == [(False, 3), (False, 3), (True, 1)]
+    told.clear()
+    predicted = made.predict(dataset(5))
+    assert (predicted.metrics["test_seen"], predicted.predictions.shape) == (5, (5, 3))
+    assert told == [(True, 5)]
+
+
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the dataset has no samples"):
         trainer(tmp_path).evaluate([])
