@@ -200,7 +200,9 @@ def check_labels(model: nn.Module, labels: Any) -> None:
 
 @contextmanager
 def explained(inputs: Mapping[str, Any], names: tuple[str, ...], model: nn.Module | None = None) -> Iterator[None]:
-    """A block in which errors about `inputs` are told in terms of them: a class out of bounds, a column that is no tensor or that `model` lacks."""
+    """A block in which errors about `inputs` are told in terms of them: a class out of bounds, a column that is no tensor or that `model` lacks,
+    one sample for a BatchNorm.
+    """
     try:
         yield
     except (TypeError, AttributeError) as error:
@@ -211,6 +213,13 @@ def explained(inputs: Mapping[str, Any], names: tuple[str, ...], model: nn.Modul
         if labels is None or labels.is_floating_point() or "out of bounds" not in str(error):
             raise
         raise out_of_range(labels, f"the loss has no such class ({error})") from error
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise DataError(
+            f"the batch of this process has one sample, and a BatchNorm has no statistics of one: {error}",
+            "Pass dataloader_drop_last=True, which leaves out the last, smaller batch, or choose another batch size.",
+        ) from error
 
 
 def _refuse_columns(inputs: Mapping[str, Any], model: nn.Module | None, error: Exception) -> None:

@@ -77,3 +77,14 @@ def test_a_frozen_model(tmp_path: Path) -> None:
 def test_a_loss_that_is_a_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the model's loss is a float. Return a scalar tensor"):
         train(Number(), tmp_path)
+
+
+def test_a_last_batch_of_one_under_a_batchnorm_is_told_with_its_remedy(tmp_path: Path) -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, num_train_epochs=1, per_device_train_batch_size=7, disable_tqdm=True)
+    with pytest.raises(DataError, match=r"has one sample.*dataloader_drop_last=True"):
+        Trainer(Normed(), args, train_dataset=DATA).train()
