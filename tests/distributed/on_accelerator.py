@@ -281,7 +281,14 @@ def state_goes_on_bit_for_bit(ranks: Ranks, folder: Path) -> None:
     same_on_all(ranks, resumed)
 
 
+def data_of_unlike_length_is_refused(ranks: Ranks, folder: Path) -> None:
+    accelerator = halfstep.Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=r"has 20 samples on rank 0 and 13 on rank 1.*Give every rank the whole of the data"):
+        accelerator.prepare(DataLoader(data(20 if ranks.rank == 0 else 13), batch_size=4))
+
+
 CHECKS = (
+    data_of_unlike_length_is_refused,
     ranks_equal_one_process_in_fp32,
     accumulation_sends_once_per_window,
     sixteen_bits_on_the_wire,

@@ -2,13 +2,20 @@
 
 from pathlib import Path
 
-from launched import checked
+from launched import checked, torchrun
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    assert len(checked("on_accelerator.py", 2, tmp_path)) == 12
+    assert len(checked("on_accelerator.py", 2, tmp_path)) == 13
 
 
 def test_four_ranks_train_as_one(tmp_path: Path) -> None:
     few = ["ranks_equal_one_process_in_fp32", "an_overflow_on_one_rank_is_replayed_on_all", "parameters_that_some_ranks_do_not_use"]
     assert checked("on_accelerator.py", 4, tmp_path, *few) == few
+
+
+def test_a_checkpoint_that_one_rank_saves_alone_names_the_others(tmp_path: Path) -> None:
+    said = torchrun("on_absence.py", 2, str(tmp_path)).stdout
+    assert "refused: rank 0 called save_state(), and not every rank did within 1 seconds" in said
+    assert "Call save_state() on every rank, and not under is_main_process" in said
+    assert not (tmp_path / "state").exists()

@@ -74,7 +74,7 @@ class Saving(Preparing):
         """Write models, optimizers, schedulers, loss scale, random states and registered objects; atomic. Returns the folder.
 
         output_dir: its folder; left out with automatic_checkpoint_naming (`ProjectConfiguration`), which numbers folders and keeps total_limit of
-        them. about: plain values of your own for the checkpoint's manifest.json.
+        them. about: plain values of your own for the checkpoint's manifest.json. All ranks call it, and rank 0 writes.
         """
         _refuse_pickle(safe_serialization)
         folder = folder_to_save(self.project_configuration, output_dir)
@@ -84,6 +84,7 @@ class Saving(Preparing):
                 f"save_state() was called inside an accumulation window, {done}, and gradients are not part of a checkpoint",
                 "Call it after the window's optimizer.step(): when accelerator.sync_gradients is true.",
             )
+        self.ranks.meet("save_state()")
         self.scaler.get_scale()  # learns the verdicts that are still on the device: states follow them
         items = self._parts()
         parts = {name: item.state_dict() for name, item in items.items()} | {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError, DataError
 
 Reduction = Literal["sum", "mean"]
+MEETING = 300.0  # seconds that ranks may be apart where all of them write one checkpoint
 
 
 class Ranks(Protocol):
@@ -46,6 +48,9 @@ class Ranks(Protocol):
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
+
+    def meet(self, where: str) -> None:
+        """Wait until every rank is at `where`, a method that all must call. After MEETING seconds a ConfigError names who is not."""
 
     def agree(self, tensor: Tensor) -> Tensor:
         """The maximum over ranks, element by element, written into `tensor` and returned."""
@@ -88,6 +93,9 @@ class Solo:
         return tree
 
     def barrier(self) -> None:
+        """Return at once."""
+
+    def meet(self, where: str) -> None:
         """Return at once."""
 
     def agree(self, tensor: Tensor) -> Tensor:
@@ -178,6 +186,19 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         dist.barrier()
+
+    def meet(self, where: str) -> None:
+        """See `Ranks`. Only gloo tells who is missing; without it, as any barrier."""
+        if "gloo" not in str(dist.get_backend_config()):
+            dist.barrier()
+            return
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=MEETING), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"rank {self.rank} called {where}, and not every rank did within {MEETING:.0f} seconds: {str(error).splitlines()[0]}",
+                f"Call {where} on every rank, and not under is_main_process: it exchanges what each of them has, and writes on rank 0 alone.",
+            ) from error
 
     def agree(self, tensor: Tensor) -> Tensor:
         """See `Ranks`."""
