@@ -166,7 +166,7 @@ def test_a_finished_run_is_resumed_without_a_step_and_a_longer_one_goes_on(tmp_p
     same(resumed(tmp_path, lr_scheduler_type="constant", warmup_steps=0), expected)
     longer = trainer(tmp_path, lr_scheduler_type="constant", warmup_steps=0, max_steps=15)
     assert longer.train(resume_from_checkpoint=True).global_step == 15
-    assert [r["step"] for r in longer.state.log_history] == list(range(1, 16))
+    assert [r["step"] for r in longer.state.log_history if "loss" in r] == list(range(1, 16))
 
 
 def test_after_going_back_to_an_older_checkpoint_the_newest_is_that_of_the_new_run(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ class TrainingLoop(Reporting):
         self._interrupt = Interrupt()
         self._losses = Losses()  # of the steps since the last record
         self._meter = Meter()
-        self._rate = 0.0  # the learning rate of the last step
         self._epoch_start, self._saved_at = EpochStart(), -1  # where the epoch began; the step of the last checkpoint
         self._window = 1  # micro-batches in the window at hand
         self._per_epoch: int | None = None  # steps in a pass over the data, None when it has no length
@@ -253,7 +252,7 @@ class TrainingLoop(Reporting):
     def _step(self, window: list[Any], loader: DataLoader[Any]) -> StepResult:
         """One optimizer step over the micro-batches of a window."""
         self._event("on_step_begin")
-        learning_rate = self._rate = self.scheduler_in_use.get_last_lr()[0]
+        learning_rate = self.state.last_learning_rate = self.scheduler_in_use.get_last_lr()[0]
         result = outputs.with_bad_inputs(self._take_step(window), window)
         samples, inputs, tokens = used_in(window, self.args.include_num_input_tokens_seen == "non_padding", self.accelerator.ranks, self._interrupt)
         self.state.num_input_tokens_seen += inputs
@@ -370,7 +369,8 @@ class TrainingLoop(Reporting):
         if not self._losses.count:
             return
         mean, self._losses = share_losses(self.accelerator.ranks, self._losses).mean(), Losses()
-        record = {"loss": mean, "grad_norm": self.state.last_grad_norm, "learning_rate": self._rate, "scale": self.accelerator.scaler.get_scale()}
+        record = {"loss": mean, "grad_norm": self.state.last_grad_norm}
+        record |= {"learning_rate": self.state.last_learning_rate, "scale": self.accelerator.scaler.get_scale()}
         record |= {"reduced_bytes": self.accelerator.reduced_bytes} if self.accelerator.num_processes > 1 else {}
         record |= outputs.watched(self._last) if self._last is not None else self.state.watched
         if self.counts_tokens:

@@ -46,6 +46,7 @@ class TrainerState:
     loss_count: int = 0
     evaluation_due: bool = False  # Ctrl-C came during an evaluation: the resumed run begins with it
     last_grad_norm: float | None = None
+    last_learning_rate: float = 0.0  # of the last step
     watched: dict[str, Any] = field(default_factory=dict)  # what the last step came close to, as of the last checkpoint
     logging_steps: int = 0
     eval_steps: int = 0

@@ -69,7 +69,7 @@ def test_it_goes_on_with_the_numbers_of_its_time(tmp_path: Path) -> None:
     """In fp32: the loss of steps 5 and 6 as 0.1.0 had it, with its dropout and its order of the data."""
     made = trainer(tmp_path / "run", "first-fp32")
     made.train(resume_from_checkpoint=WRITTEN / "first-fp32")
-    assert made.state.log_history[-1]["loss"] == pytest.approx(1.7489894032478333, rel=1e-6)
+    assert [r["loss"] for r in made.state.log_history if "loss" in r][-1] == pytest.approx(1.7489894032478333, rel=1e-6)
 
 
 def test_random_states_are_those_of_one_rank() -> None:
