@@ -130,7 +130,8 @@ class Saving(Preparing):
         """
         _refuse_pickle(safe_serialization)
         model = self.unwrap_model(model)
-        on_main(self.ranks, lambda: checkpoint.write_model(model, Path(save_directory), self.get_state_dict(model), max_shard_size))
+        if self.ranks.is_main:  # without a word to the others: scripts call it under is_main_process too
+            checkpoint.write_model(model, Path(save_directory), self.get_state_dict(model), max_shard_size)
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.

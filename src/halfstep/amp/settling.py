@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from halfstep.amp.as_written import as_written
 from halfstep.amp.autocast import forward_context
 from halfstep.amp.discovery import castable, owned
 from halfstep.amp.embedding import with_embedding
@@ -54,7 +55,7 @@ def _eagerly(function: Callable[..., None], /, *args: Any) -> None:
 
 
 def _forced(function: Callable[..., None], /, *args: Any) -> None:
-    with torch.compiler.set_stance("force_eager"):
+    with as_written:
         function(*args)
 
 

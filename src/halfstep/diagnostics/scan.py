@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.amp import layout
+from halfstep.amp.as_written import as_written
 from halfstep.amp.rehearsal import Rehearsal
 from halfstep.diagnostics.ranking import ranked
-from halfstep.diagnostics.trace import _eager, _line, _of_error, has_masters, loss_in, named
+from halfstep.diagnostics.trace import _line, _of_error, has_masters, loss_in, named
 from halfstep.diagnostics.under import under
 from halfstep.errors import ConfigError
 from halfstep.optim import master_of
@@ -103,7 +104,7 @@ def _run(model: nn.Module, batch: Any, detectors: list[Detector]) -> _Looked:
     seen = Observation(model, [births, mismatch, *detectors])
     error: Exception | None = None
     loss: float | None = None
-    with Rehearsal([model], batch), _eager(), torch.inference_mode(False), torch.no_grad():
+    with Rehearsal([model], batch), as_written, torch.inference_mode(False), torch.no_grad():
         try:
             with seen:
                 outputs = _forward(model, batch)

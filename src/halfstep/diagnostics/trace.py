@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.amp import backward_context, bound_policy
+from halfstep.amp.as_written import as_written
 from halfstep.amp.rehearsal import Rehearsal
 from halfstep.diagnostics.ranking import ranked
 from halfstep.diagnostics.under import device_of, under
@@ -128,7 +128,7 @@ class _Run:
         error: Exception | None = None
         result: Tensor | None = None
         bad_forward = bad_backward = False
-        with _undone(self.model, (self.batch, self.call, self.loss)), _eager(), torch.inference_mode(False), torch.enable_grad():
+        with _undone(self.model, (self.batch, self.call, self.loss)), as_written, torch.inference_mode(False), torch.enable_grad():
             try:
                 with seen:
                     outputs, result = self._forward()
@@ -257,11 +257,6 @@ def _undone(model: nn.Module, given: Any) -> Iterator[None]:
         for p, gradient in gradients:
             takes = p.grad_dtype  # another one when the first call of a bound model has put the weight into 16 bits
             p.grad = gradient if gradient is None or takes in (None, gradient.dtype) else gradient.to(takes)
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """A compiled model runs as it was written: op by op."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _of_error(error: Exception, seen: Observation, births: Births, mismatch: Mismatch) -> list[Finding]:
