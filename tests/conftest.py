@@ -43,3 +43,14 @@ def accelerates_singletons():
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """torch.compile without what other tests have compiled, its counters at 0."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -139,12 +139,34 @@ def what_cannot_be_is_refused_on_all(ranks: Ranks, folder: Path) -> None:
         trainer(folder / "run", 4, samples=7, dataloader_drop_last=True).train()
 
 
+class Limit(halfstep.TrainerCallback):
+    """A limit of time that one rank alone has noticed."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5 and not state.is_world_process_zero:
+            control.should_training_stop = control.should_evaluate = True
+
+
+def what_a_callback_wants_on_one_rank_is_done_on_all(ranks: Ranks, folder: Path) -> None:
+    run = trainer(folder / "run", 4, callbacks=[Limit()])
+    run.train()
+    assert run.state.global_step == 5
+    assert [r["step"] for r in run.state.log_history if "eval_loss" in r] == [5]
+
+
+def data_of_unlike_length_is_refused(ranks: Ranks, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has 43 samples on rank 0 and 37 on rank 1.*Give every rank the whole of the data"):
+        trainer(folder / "run", 4, samples=43 if ranks.rank == 0 else 37).train()
+
+
 CHECKS = (
     two_ranks_equal_one,
     rank_0_writes_what_all_have_seen,
     a_run_goes_on_bit_for_bit,
     ctrl_c_on_one_rank_stops_all_after_the_same_step,
     what_cannot_be_is_refused_on_all,
+    what_a_callback_wants_on_one_rank_is_done_on_all,
+    data_of_unlike_length_is_refused,
 )
 
 if __name__ == "__main__":

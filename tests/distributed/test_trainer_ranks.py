@@ -7,7 +7,7 @@ from launched import checked, torchrun
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    assert len(checked("on_trainer.py", 2, tmp_path)) == 5
+    assert len(checked("on_trainer.py", 2, tmp_path)) == 7
 
 
 def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """torch.compile of a bound model: one graph without a break, and the bits of the model that is not compiled, under every precision."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +12,11 @@ from torch import Tensor, nn
 from halfstep import amp
 from halfstep.policy import parse
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, when it compiles
+# torch warns about itself when it compiles
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("fresh_compiler")]
 CPU = torch.device("cpu")
 PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-lean", "fp16-lean", "bf16-true", "fp16-true"]
 QUICK = ("bf16-lean", "bf16-true")  # tests/unit/amp/test_autocast_compile.py has bf16-mixed
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Language(nn.Module):

@@ -74,12 +74,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "weight decay": {"weight_decay": 0.3, "learning_rate": 3e-3},
     "betas and epsilon": {"adam_beta1": 0.7, "adam_beta2": 0.9, "adam_epsilon": 1e-4},
     "sgd": {"optim": "sgd", "learning_rate": 0.05},
+    "adafactor": {"optim": "adafactor"},
     "unfused": {"optim": "adamw_torch"},
     "epochs": {"max_steps": -1, "num_train_epochs": 0.8},
 }
 
 
-QUICK = ("as it comes", "clipping", "warm-up and cosine", "weight decay", "sgd")
+QUICK = ("as it comes", "clipping", "warm-up and cosine", "weight decay", "sgd", "adafactor")
 NIGHTLY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SETTINGS]
 
 

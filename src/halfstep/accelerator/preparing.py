@@ -152,14 +152,7 @@ class Preparing(Stepping):
         return self._loaders[-1]
 
     def _shared_out(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader of this process's batches. Raises ConfigError, on every rank alike, when ranks have data of unlike length."""
-        lengths = self.ranks.gather_object(_samples(loader))
-        unlike = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
-        if unlike is not None:
-            raise ConfigError(
-                f"the data of a loader has {lengths[0]} samples on rank 0 and {lengths[unlike]} on rank {unlike}: they would wait in vain",
-                "Give every rank the whole of the data: prepare() deals out its batches.",
-            )
+        """The loader of this process's batches."""
         return shard(loader, self.ranks, even=self.dataloader_config.even_batches, split=self.split_batches)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> nn.Module:
@@ -178,11 +171,3 @@ class Preparing(Stepping):
 def _is_no(who: str, item: Any) -> str:
     what = f"the class {item.__name__}, not an object of it" if isinstance(item, type) else f"a {type(item).__name__}"
     return f"{who}() was given {what}"
-
-
-def _samples(loader: DataLoader[Any]) -> int | None:
-    """How many samples the data of a loader has, None where it does not tell."""
-    try:
-        return len(loader.dataset)  # type: ignore[arg-type]
-    except TypeError:
-        return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.accelerator.configuration import DistributedType
 from halfstep.accelerator.core import Core
-from halfstep.distributed import Ranks
+from halfstep.distributed import Ranks, over
 from halfstep.errors import ConfigError, DataError, suggest
 
 P = ParamSpec("P")
@@ -118,7 +118,7 @@ class Together(Core):
         if not ending:
             return data
         real = ending[-1].remainder
-        return data[:real] if objects else _each(data, lambda t: t[:real])
+        return data[:real] if objects else over(data, lambda t: t[:real])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """ "sum", "mean" or "max" over processes, element by element, times `scale`; "none" leaves the values of this process. New tensors.
@@ -129,12 +129,12 @@ class Together(Core):
             raise ConfigError(f"reduction={reduction!r} is not known", suggest(str(reduction), REDUCTIONS))
         _refuse_others("reduce", tensor, "Make a tensor of it: torch.tensor(value, device=accelerator.device).")
         if reduction == "max":
-            found = _each(tensor, lambda t: self.ranks.agree(t.detach().clone()))
+            found = over(tensor, lambda t: self.ranks.agree(t.detach().clone()))
         elif reduction == "none":
             found = tensor
         else:
             found = self.ranks.reduce(tensor, "sum" if reduction == "sum" else "mean")
-        return found if scale == 1.0 else _each(found, lambda t: t * scale)
+        return found if scale == 1.0 else over(found, lambda t: t * scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded with `pad_index` along `dim` to the largest size over processes, behind (pad_first: before) what is there."""
@@ -246,17 +246,6 @@ def _first(is_first: bool, ranks: Ranks) -> Iterator[None]:
     finally:
         if is_first:
             ranks.barrier()  # also after an error, or the others would wait for ever
-
-
-def _each(tree: Any, do: Callable[[Tensor], Tensor]) -> Any:
-    """`tree` with `do` applied to each tensor in it."""
-    if isinstance(tree, Tensor):
-        return do(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_each(v, do) for v in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(_each(v, do) for v in tree)
-    return type(tree)({k: _each(v, do) for k, v in tree.items()})
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -20,5 +20,6 @@ from halfstep.distributed.ranks import Solo as Solo
 from halfstep.distributed.ranks import over as over
 from halfstep.distributed.sharding import BatchShard as BatchShard
 from halfstep.distributed.sharding import IterableShard as IterableShard
+from halfstep.distributed.sharding import refuse_unlike_data as refuse_unlike_data
 from halfstep.distributed.sharding import samples_of_last_round as samples_of_last_round
 from halfstep.distributed.sharding import shard as shard

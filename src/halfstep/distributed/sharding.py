@@ -118,9 +118,13 @@ def shard(loader: DataLoader[Any], ranks: Ranks, even: bool = True, split: bool 
     """A loader of this rank's batches of `loader`; itself for one process, and where its sampler deals out samples already (DistributedSampler).
 
     split: a batch of the loader is that of all ranks together and not of each.
-    Raises ConfigError for a loader without batches (batch_size=None), and with `split` for one whose batches do not come out even.
+    Raises ConfigError for data of unlike length on the ranks, for a loader without batches (batch_size=None), and with `split` for batches that do
+    not come out even.
     """
-    if ranks.world == 1 or isinstance(loader.sampler, DistributedSampler) or isinstance(loader.batch_sampler, BatchShard):
+    if ranks.world == 1 or isinstance(loader.batch_sampler, BatchShard):
+        return loader
+    refuse_unlike_data(ranks, loader.dataset)
+    if isinstance(loader.sampler, DistributedSampler):
         return loader
     if isinstance(loader.dataset, IterableShard):
         return loader
@@ -144,6 +148,24 @@ def shard(loader: DataLoader[Any], ranks: Ranks, even: bool = True, split: bool 
     if split:
         batches = BatchSampler(batches.sampler, size, loader.drop_last)
     return DataLoader(loader.dataset, batch_sampler=BatchShard(batches, ranks, even), **settings)
+
+
+def refuse_unlike_data(ranks: Ranks, dataset: Any) -> None:
+    """Raise ConfigError, on every rank alike, where ranks have data of unlike length; data without a length are not compared."""
+    lengths = ranks.gather_object(_samples(dataset)) if ranks.world > 1 else [None]
+    unlike = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
+    if unlike is not None:
+        raise ConfigError(
+            f"the data has {lengths[0]} samples on rank 0 and {lengths[unlike]} on rank {unlike}: samples would be lost, or a rank would wait",
+            "Give every rank the whole of the data: its batches are dealt out.",
+        )
+
+
+def _samples(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def samples_of_last_round(loader: Any) -> int | None:

@@ -137,6 +137,7 @@ class MLflowTracker(GeneralTracker):
     def __init__(self, experiment: str, /, *, tracking_uri: str | None = None, **kwargs: Any) -> None:
         self.experiment, self._uri, self._settings = experiment, tracking_uri, kwargs
         self._mlflow: Any = None
+        self._opened = False
         self.run: Any = None
 
     @property
@@ -145,12 +146,15 @@ class MLflowTracker(GeneralTracker):
         return self.run
 
     def start(self) -> None:
-        """Open the run."""
+        """Go on with the run that is active, which `finish` leaves open, else open one."""
         self._mlflow = importlib.import_module("mlflow")
         if self._uri is not None:
             self._mlflow.set_tracking_uri(self._uri)
-        self._mlflow.set_experiment(self.experiment)
-        self.run = self._mlflow.start_run(**self._settings)
+        active = self._mlflow.active_run()
+        self._opened = active is None
+        if active is None:
+            self._mlflow.set_experiment(self.experiment)
+        self.run = active if active is not None else self._mlflow.start_run(**self._settings)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """The settings as parameters, cut at the 6000 characters that MLflow takes."""
@@ -171,5 +175,6 @@ class MLflowTracker(GeneralTracker):
         self._mlflow.log_metrics(metrics, step=step, **kwargs)
 
     def finish(self) -> None:
-        """Close the run."""
-        self._mlflow.end_run()
+        """Close the run, if it was opened here."""
+        if self._opened:
+            self._mlflow.end_run()

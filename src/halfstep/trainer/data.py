@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 
 from halfstep.accelerator import EpochStart
 from halfstep.checkpoint import seed_everything
-from halfstep.distributed import Ranks, Solo, shard
+from halfstep.distributed import Ranks, Solo, refuse_unlike_data, shard
 from halfstep.errors import DataError, suggest
 
 RANKS_APART = 1_000_003  # between the seeds of the workers of two ranks
@@ -160,6 +160,8 @@ def make_loader(
             f"the dataset is a {type(dataset).__name__}, which is spent after one pass",
             "Give a list, a Dataset, or an IterableDataset that starts anew each time.",
         )
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        raise DataError(f"the dataset is {dataset!r}, of which no sample can be read", "Give a list, a Dataset or an IterableDataset of mappings.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         if lengths is not None:
             raise DataError(
@@ -167,6 +169,7 @@ def make_loader(
             )
         whole: Any = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, generator=own, **options)
         return shard(whole, ranks, even=padded)
+    refuse_unlike_data(ranks, dataset)
     if len(dataset) == 0:
         raise DataError("the dataset has no samples", "Check the path and the filters.")
     how: dict[str, Any] = {"lengths": lengths, "grouped": grouped * ranks.world, "rank": ranks.rank, "world": ranks.world, "padded": padded}

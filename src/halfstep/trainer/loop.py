@@ -30,7 +30,7 @@ from halfstep.trainer.flow import give_back, states_of
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import TrainOutput, record_of
 from halfstep.trainer.processing import write_processing
-from halfstep.trainer.ranks import accelerator_for, batches_gone, dealt, mean_loss, share_losses, used_in, weight_of
+from halfstep.trainer.ranks import accelerator_for, agree_on, batches_gone, dealt, mean_loss, share_losses, used_in, weight_of
 from halfstep.trainer.reporting import Reporting
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
 from halfstep.trainer.rules import follow_rules, note_pins
@@ -321,6 +321,7 @@ class TrainingLoop(Reporting):
 
     def _act(self) -> None:
         """Do what the control asks for: log, evaluate, save. The switches are cleared."""
+        agree_on(self.accelerator.ranks, self.control)
         if self.control.should_log:
             self.control.should_log = False
             self._log_window()
@@ -330,6 +331,7 @@ class TrainingLoop(Reporting):
             self.control.should_evaluate = False  # only now: Ctrl-C during an evaluation leaves it due
             if (self._compares or self._follows_metric) and self.state.attempted:
                 self._judge_by(metrics)
+            agree_on(self.accelerator.ranks, self.control)
         if self.control.should_save:
             self.control.should_save = False
             self._save()

@@ -65,12 +65,7 @@ def _groups(kind: Callable[..., Optimizer], model: nn.Module, trainable: dict[st
         if args.weight_decay:
             raise ConfigError(f"weight_decay={args.weight_decay} has no effect with optim={args.optim!r}, which takes none", "Leave it out.")
         return [{"params": list(trainable.values())}]
-    decayed = set(decays(model))
-    groups = [
-        {"params": [p for name, p in trainable.items() if name in decayed], "weight_decay": args.weight_decay},
-        {"params": [p for name, p in trainable.items() if name not in decayed], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
+    return parameter_groups(model, args.weight_decay)
 
 
 def _class(args: TrainingArguments, model: nn.Module, trainable: list[nn.Parameter]) -> Callable[..., Optimizer]:
@@ -80,13 +75,14 @@ def _class(args: TrainingArguments, model: nn.Module, trainable: list[nn.Paramet
     plain: dict[str, Callable[..., Optimizer]] = {
         "lion": Lion,
         "sgd": torch.optim.SGD,
-        "adafactor": torch.optim.Adafactor,
         "rmsprop": torch.optim.RMSprop,
         "adagrad": torch.optim.Adagrad,
         "adamw_torch": functools.partial(torch.optim.AdamW, fused=False),
     }
     if args.optim in plain:
         return plain[args.optim]
+    if args.optim == "adafactor":
+        return _adafactor()
     policy = bound_policy(model) or args.policy  # what "auto" became
     stored = policy.weights != "fp32" or policy.states != "fp32" or any(p.dtype in HALF for p in trainable)
     if args.optim == "adamw_halfstep" or (args.optim == "auto" and stored):
@@ -94,6 +90,18 @@ def _class(args: TrainingArguments, model: nn.Module, trainable: list[nn.Paramet
     if all(p.device.type == "cpu" for p in trainable) and not args.optim_args:
         return FusedAdamW
     return functools.partial(torch.optim.AdamW, fused=True)
+
+
+def _adafactor() -> Callable[..., Optimizer]:
+    """The rule that scripts for transformers mean by that name: its own class, whose step is the learning rate. torch's class has another rule."""
+    try:
+        from transformers.optimization import Adafactor
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "optim='adafactor' is the Adafactor of transformers, which is not installed",
+            "pip install 'halfstep[hf]'; torch's, a step of which is another, is optim='torch.optim.Adafactor'.",
+        ) from error
+    return functools.partial(Adafactor, scale_parameter=False, relative_step=False)
 
 
 def _construct(kind: Callable[..., Optimizer], groups: list[dict[str, Any]], args: TrainingArguments) -> Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.data import count_inputs, is_ours
 from halfstep.trainer.interrupt import Interrupt
 from halfstep.trainer.run import RunFolder
-from halfstep.trainer.state import Losses
+from halfstep.trainer.state import Losses, TrainerControl
 
 logger = logging.getLogger("halfstep")
 
@@ -116,6 +117,16 @@ def used_in(window: list[Any], without_padding: bool, ranks: Ranks, interrupt: I
     seen = ranks.reduce(torch.tensor([samples, inputs, int(interrupt.requested)]), "sum").tolist()
     interrupt.agreed = seen[2] > 0
     return int(seen[0]), int(seen[1]), tokens
+
+
+def agree_on(ranks: Ranks, control: TrainerControl) -> None:
+    """A switch that a callback has set on one rank (a limit of time, say) is set on all of them: what follows needs all."""
+    if ranks.world == 1:
+        return
+    names = [f.name for f in fields(control)]
+    agreed = ranks.agree(torch.tensor([float(getattr(control, name)) for name in names])).tolist()
+    for name, switch in zip(names, agreed, strict=True):
+        setattr(control, name, switch > 0)
 
 
 def share_losses(ranks: Ranks, losses: Losses) -> Losses:

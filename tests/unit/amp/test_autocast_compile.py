@@ -16,20 +16,13 @@ from halfstep import amp
 from halfstep.amp.emulation import Emulation
 from halfstep.policy import parse
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, when it compiles
+# torch warns about itself when it compiles
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("fresh_compiler")]
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16]
 INDUCTOR = pytest.param(
     "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor compiles C++, and there is no g++ on this machine")
 )
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Net(nn.Module):

@@ -57,6 +57,7 @@ class Calls(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.calls: list[tuple[str, Any, Any]] = []
+        self.active: Any = None  # a run that was begun before
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -64,6 +65,8 @@ class Calls(ModuleType):
 
         def called(*args: Any, **kwargs: Any) -> Any:
             self.calls.append((name, args, kwargs))
+            if name == "active_run":
+                return self.active
             return SimpleNamespace(log=self.log, finish=self.finish, config=SimpleNamespace(update=self.update)) if name == "init" else name
 
         return called
@@ -95,12 +98,23 @@ def test_mlflow_gets_numbers_as_metrics_and_texts_as_tags(monkeypatch: pytest.Mo
     tracker.store_init_configuration({f"p{i}": i for i in range(150)})
     tracker.log({"loss": math.nan, "note": "begun", "by": {"a": 1, "b": 2.5}}, step=3)
     tracker.finish()
-    names = [name for name, _, _ in package.calls]
+    names = [name for name, _, _ in package.calls if name != "active_run"]
     assert names == ["set_tracking_uri", "set_experiment", "start_run", "log_params", "log_params", "set_tag", "log_metrics", "end_run"]
-    (metrics,), kwargs = package.calls[6][1:]
+    (metrics,), kwargs = package.calls[7][1:]
     assert math.isnan(metrics.pop("loss"))
     assert (metrics, kwargs) == ({"by/a": 1.0, "by/b": 2.5}, {"step": 3})
-    assert package.calls[2][2] == {"run_name": "one"}
+    assert package.calls[3][2] == {"run_name": "one"}
+
+
+def test_a_run_of_mlflow_that_is_active_is_used_and_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Calls("mlflow")
+    package.active = SimpleNamespace(name="the user's own")
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    tracker = make_tracker("mlflow", "experiment", None, {})
+    tracker.start()
+    assert tracker.tracker is package.active
+    tracker.finish()
+    assert [name for name, _, _ in package.calls] == ["active_run"]
 
 
 class Own(GeneralTracker):

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,10 @@ from torch import Tensor, nn
 from halfstep import Trainer, TrainingArguments
 from halfstep.errors import ConfigError
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, when it compiles
+# torch warns about itself when it compiles
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("fresh_compiler")]
 PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-lean", "fp16-lean", "bf16-true", "fp16-true"]
 QUICK = ("fp16-mixed",)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers.optimization import Adafactor
 
 import halfstep
 from halfstep import TrainingArguments
@@ -68,7 +69,7 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
     ("optim", "optim_args", "kind", "found"),
     [
         ("sgd", "momentum=0.9,nesterov=True", torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        ("adafactor", {"d": 2.0}, torch.optim.Adafactor, {"d": 2.0}),
+        ("adafactor", {"clip_threshold": 2.0}, Adafactor, {"clip_threshold": 2.0, "scale_parameter": False, "relative_step": False}),
         ("rmsprop", "momentum=0.5,centered=true", torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
         ("adagrad", "lr_decay=0.25", torch.optim.Adagrad, {"lr_decay": 0.25}),
         ("lion", None, halfstep.optim.Lion, {"betas": (0.9, 0.999)}),

@@ -113,7 +113,7 @@ def check_ranges(args: Any) -> None:
             raise ConfigError(f"{name}={value} is no whole number of steps", "Use a whole number, or less than 1 for a share of all steps.")
     if args.max_steps == 0 or args.max_steps < -1:
         raise ConfigError(f"max_steps={args.max_steps}", "Use 1 or more, or -1 for as many as num_train_epochs gives.")
-    if args.max_steps == -1 and not (args.num_train_epochs > 0 and math.isfinite(args.num_train_epochs)):
+    if not (args.num_train_epochs > 0 and math.isfinite(args.num_train_epochs)) and (args.max_steps == -1 or args.num_train_epochs < 0):
         raise ConfigError(f"num_train_epochs={args.num_train_epochs} trains nothing", "Use more than 0.")
     if args.warmup_ratio > 1:
         raise ConfigError(f"warmup_ratio={args.warmup_ratio} is more than the whole run", "Use a share between 0 and 1.")
