@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from halfstep.amp import is_kept, layout
@@ -33,22 +34,36 @@ def _fits_16_bits(p: torch.Tensor, most: int = 4096) -> bool:
     return any(torch.equal(values.to(dtype).float(), values) for dtype in (torch.float16, torch.bfloat16))
 
 
+class Memory:
+    """The memory that a tensor lies in, known apart from any that comes later: an address alone may be given out again, to what was cast and back."""
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(t.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def holds(self, t: torch.Tensor) -> bool:
+        """Whether `t` lies in it."""
+        return bool(t.untyped_storage()._cdata == self._storage.cdata)
+
+
 class Signature:
     """What the parameters of a model were when it was prepared: format and device of each, by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parts = {name: (p.dtype, p.device) for name, p in model.named_parameters()}
         self.known = {id(p): ref(p) for p in model.parameters()}  # weakly: an address may be used again
-        self.places = {name: p.data_ptr() for name, p in model.named_parameters() if p.dtype == torch.float32}
+        lazy = torch.nn.parameter.is_lazy
+        self.places = {name: Memory(p) for name, p in model.named_parameters() if p.dtype == torch.float32 and not lazy(p)}
         self.sixteen = {name: _fits_16_bits(p) for name, p in model.named_parameters() if name in self.places}  # as they were loaded
         self.structure: list[tuple[nn.Module, dict[str, Any], dict[str, Any], list[Any]]] = []  # parts, with what was in them at the last whole look
-        self.memory: list[tuple[nn.Parameter, int, torch.dtype]] = []
+        self.memory: list[tuple[nn.Parameter, Memory, torch.dtype]] = []
 
     def take_down(self, model: nn.Module) -> None:
         """Remember how the model is made and where its parameters lie, so that `is_as_it_was` can tell."""
         parts = list(model.modules())
         self.structure = [(m, m._modules, m._parameters, [*m._modules.values(), *m._parameters.values()]) for m in parts]
-        self.memory = [(p, p.data_ptr(), p.dtype) for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
+        self.memory = [(p, Memory(p), p.dtype) for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
 
     def is_as_it_was(self) -> bool:
         """Whether the same parameters stand in the same parts, in the same memory and dtype: then there is nothing new to refuse."""
@@ -58,7 +73,7 @@ class Signature:
             for now, then in zip(chain(modules.values(), parameters.values()), before, strict=True):
                 if now is not then:
                     return False
-        return bool(self.structure) and all(p.dtype is dtype and p.data_ptr() == place for p, place, dtype in self.memory)
+        return bool(self.structure) and all(p.dtype is dtype and place.holds(p) for p, place, dtype in self.memory)
 
 
 def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> bool:
@@ -95,8 +110,9 @@ def _refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence
                 "Leave the dtypes to the precision, and prepare the model anew after such a cast; for a copy in another dtype use "
                 "copy.deepcopy(accelerator.unwrap_model(model)).",
             )
-        if p.dtype == torch.float32 and signature.places.get(name) != p.data_ptr():  # its memory is another, as after any cast
-            signature.places[name] = p.data_ptr()
+        place = signature.places.get(name)
+        if p.dtype == torch.float32 and not (place is not None and place.holds(p)):  # its memory is another, as after any cast
+            signature.places[name] = Memory(p)
             if not signature.sixteen.get(name, True) and _fits_16_bits(p):
                 raise ConfigError(
                     f"all values of weight {name} have been rounded to 16 bits since the last step: the model was cast there and back (model.half())",

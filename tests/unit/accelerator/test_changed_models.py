@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from halfstep import Accelerator
+from halfstep.accelerator.facts import Memory
 from halfstep.errors import ConfigError, HalfstepError
 
 X = torch.ones(4, 2)
@@ -153,3 +154,17 @@ def test_a_second_optimizer_of_other_parameters_is_no_orphan() -> None:
     accelerator.backward(other.square().sum())
     assert prepared.step()
     assert torch.allclose(other.detach(), torch.full((2,), 0.8))
+
+
+def test_memory_at_the_address_of_memory_that_is_gone_is_another() -> None:
+    """malloc gives out the block that was freed last, so a weight that was cast there and back may lie where it lay."""
+    again = 0
+    for size in (16, 256, 1024):
+        p = nn.Parameter(torch.randn(size))
+        place, address = Memory(p), p.data_ptr()
+        assert place.holds(p)
+        p.data = p.data.half()
+        p.data = p.data.float()
+        again += p.data_ptr() == address
+        assert not place.holds(p)
+    assert again > 0, "no address was given out again: the test shows nothing"

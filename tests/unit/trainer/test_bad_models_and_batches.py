@@ -92,7 +92,7 @@ def test_a_last_batch_of_one_under_a_batchnorm_is_told_with_its_remedy(tmp_path:
 
 def test_a_dataset_that_is_none(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, disable_tqdm=True, save_strategy="no")
-    with pytest.raises(DataError, match="the dataset is 5, of which no sample can be read. Give a list, a Dataset or an IterableDataset"):
+    with pytest.raises(DataError, match=r"the dataset is 5, of which no sample can be read. Give a list, a Dataset or an IterableDataset"):
         Trainer(Net(), args, train_dataset=5).train()
 
 
