@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data import Collator, default_data_collator, is_label
-
-IGNORED = -100  # a label that losses and metrics leave out
+from halfstep.trainer.items import IGNORED
 
 
 class PaddingCollator:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100  # the label that losses leave out
-
+IGNORED = -100  # the label that losses and metrics leave out
 
 NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__")  # functions that make Python's numbers of a tensor
 COPIES = ("__get__", "detach", "clone", "as_subclass")  # and those whose tensors are not computed

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError, DataError, suggest
 from halfstep.step import Culprit, StepResult
 from halfstep.trainer.columns import SPANS
+from halfstep.trainer.items import IGNORED
 
 LossFunction = Callable[..., Tensor]
 
@@ -193,7 +194,7 @@ def check_labels(model: nn.Module, labels: Any) -> None:
     classes = getattr(getattr(model, "config", None), "num_labels", None)
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 1 or not isinstance(classes, int) or classes < 2:
         return
-    used = labels[labels != -100]
+    used = labels[labels != IGNORED]
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < classes:
         raise out_of_range(labels, f"the model has {classes} classes, 0 to {classes - 1}")
 
@@ -247,7 +248,7 @@ def missing_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 
 def out_of_range(labels: Tensor, allowed: str) -> DataError:
     """The error for labels that are not classes of the model."""
-    used = labels[labels != -100]
+    used = labels[labels != IGNORED]
     return DataError(
         f"the labels of this batch run from {int(used.min())} to {int(used.max())}, and {allowed}",
         "Number the classes from 0 (-100 leaves a place out), or build the model with as many classes as the data has (num_labels).",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.collators import IGNORED
+from halfstep.trainer.items import IGNORED
 
 
 class LabelSmoother:
