@@ -108,7 +108,7 @@ def start_up(row: Row, given: Given) -> dict[str, Any]:
         ("halfstep --help", "ours", partial(lasting, halfstep, "--help")),
         ("halfstep --help again (A/A)", "twin", partial(lasting, halfstep, "--help")),
         ("halfstep doctor", "ours", partial(lasting, halfstep, "doctor")),
-        ("import halfstep", "ours", partial(lasting, sys.executable, "-c", "import halfstep")),
+        ("import halfstep.Accelerator", "ours", partial(lasting, sys.executable, "-c", "from halfstep import Accelerator")),
         ("import torch", "peer", partial(lasting, sys.executable, "-c", "import torch")),
     ]
     return in_processes(row, given, entries, given.rounds, warm=not given.quick)
