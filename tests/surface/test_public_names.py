@@ -94,7 +94,7 @@ def test_import_loads_nothing_heavy():
 
 
 def test_import_runs_little_more_than_torch():
-    """Function calls and modules of an import after torch's: counts are the same on a busy machine. The row "start-up" of `make bench` has the seconds."""
+    """Function calls and modules after torch's: counts, which a busy machine does not change. Seconds: the row "start-up" of `make bench`."""
     code = (
         "import cProfile, pstats, sys, torch; before = len(sys.modules); profile = cProfile.Profile(); profile.enable()\n"
         "from halfstep import Accelerator\n"
