@@ -11,12 +11,14 @@ from halfstep.numerics.error import error as error
 from halfstep.numerics.formats import FORMATS as FORMATS
 from halfstep.numerics.formats import Format as Format
 from halfstep.numerics.formats import ulp as ulp
+from halfstep.numerics.gradients import LARGEST_GRADIENT as LARGEST_GRADIENT
 from halfstep.numerics.gradients import clip_factor as clip_factor
 from halfstep.numerics.gradients import largest as largest
 from halfstep.numerics.gradients import multiply_ as multiply_
 from halfstep.numerics.gradients import norm as norm
 from halfstep.numerics.gradients import norms as norms
 from halfstep.numerics.gradients import stored as stored
+from halfstep.numerics.gradients import subnormal_counts as subnormal_counts
 from halfstep.numerics.gradients import subnormal_share as subnormal_share
 from halfstep.numerics.gradients import wide_norm as wide_norm
 from halfstep.numerics.noise import Noise as Noise

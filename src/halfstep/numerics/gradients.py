@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 TOO_LARGE = 3.4028235677973366e38  # from here on a number rounds to inf in fp32
+LARGEST_GRADIENT = 2.0**60  # a finite 1e21 makes AdamW's second moment inf, and the weight then never moves again
 _MARGIN = float(np.float32(1e-6))
 
 
@@ -66,13 +67,19 @@ def subnormal_share(tensors: Sequence[Tensor], smallest_normal: float, device: t
 
     Estimated from at most 4096 elements of each tensor, evenly spaced, so that it costs little and is the same each time.
     """
+    small, present = subnormal_counts(tensors, smallest_normal, device)
+    return small / present.clamp(min=1)
+
+
+def subnormal_counts(tensors: Sequence[Tensor], smallest_normal: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(elements below `smallest_normal`, all that are not zero) of the same sample: two fp32 scalars, which add up over several calls."""
     small, present = (torch.zeros((), device=device, dtype=torch.float32) for _ in range(2))
     for places in _by_kind(tensors):
         flat = [tensors[i].detach().reshape(-1) for i in places]
         sample = torch.cat([t[:: max(1, t.numel() // SAMPLED)] for t in flat]).abs()
         small += ((sample < smallest_normal) & (sample > 0)).sum().to(device)
         present += (sample > 0).sum().to(device)
-    return small / present.clamp(min=1)
+    return small, present
 
 
 def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:

@@ -71,7 +71,8 @@ class AdamW(MasteredOptimizer):
         if self._compiled.repeated(self, factor):
             return loss
         self.settle_masters()
-        held = [(number, p, group) for number, (p, group) in enumerate((p, g) for g in self.param_groups for p in g["params"]) if p.grad is not None]
+        everybody = enumerate(((p, g) for g in self.param_groups for p in g["params"]), self.first_number)
+        held = [(number, p, group) for number, (p, group) in everybody if p.grad is not None]
         work = [Work(number, p, p.grad.detach(), master_of(p), self._state(p, number), group) for number, p, group in held]
         self.steps += 1
         if work:

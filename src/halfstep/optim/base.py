@@ -45,6 +45,7 @@ class MasteredOptimizer(QuickToClear):
     steps: int  # taken so far: part of the noise
     roles: Mapping[str, Role]  # which states may be encoded
     needed: tuple[str, ...] = ()  # states that each parameter has, or none of them
+    first_number = 0  # of its first parameter; a twin that steps one parameter of another optimizer has that one's (optim/single.py)
 
     def set_formats(self, policy: str | Policy | None, weights: str | None, states: str | None, seed: int) -> None:
         """Take over what was asked for. Raises ConfigError for names that are not known, or that contradict the policy."""
@@ -98,8 +99,11 @@ class MasteredOptimizer(QuickToClear):
         """The noise of this step for a parameter."""
         return Noise(self.seed, number, self.steps)
 
-    def settle_masters(self) -> None:
-        """Before a step: every 16-bit weight with a gradient has a master, that of a loaded state where there is one."""
+    def settle_masters(self, ahead: bool = False) -> None:
+        """Before a step: every 16-bit weight with a gradient has a master, that of a loaded state where there is one.
+
+        ahead: those that may get a gradient too.
+        """
         held = self.everybody()
         self._take_pending(held)
         fresh, narrow = 0, 0
@@ -107,7 +111,7 @@ class MasteredOptimizer(QuickToClear):
             if p.dtype not in HALF:
                 continue
             narrow += 1
-            if p.grad is None:
+            if p.grad is None and not (ahead and p.requires_grad):
                 continue
             master = master_of(p)
             if master is None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from halfstep import numerics
 from halfstep.kernels import cpu_kernels
+from halfstep.numerics import LARGEST_GRADIENT as LARGEST_GRADIENT
 from halfstep.step.result import Culprit
 
-LARGEST_GRADIENT = 2.0**60  # a finite 1e21 makes AdamW's second moment inf, and the weight then never moves again
 NAMED = 8  # culprits named; one bad batch often makes every gradient bad
 FP16_NORMAL = 2.0**-14  # the smallest fp16 number that has all its bits
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
