@@ -32,6 +32,11 @@ def weight_kernels(of: Tensor) -> ModuleType | None:
     return importlib.import_module("halfstep.kernels.convert") if of.is_cpu and cpu_kernels() is not None else None
 
 
+def averaging_kernels() -> ModuleType | None:
+    """The module `halfstep.kernels.averaging`, under the conditions of `cpu_kernels`."""
+    return importlib.import_module("halfstep.kernels.averaging") if cpu_kernels() is not None else None
+
+
 @functools.cache
 def _load() -> ModuleType | None:
     try:

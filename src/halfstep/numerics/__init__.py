@@ -36,3 +36,4 @@ from halfstep.numerics.tables import different as different
 from halfstep.numerics.tables import table_loss as table_loss
 from halfstep.numerics.updates import adamw_ as adamw_
 from halfstep.numerics.updates import adamw_scalars as adamw_scalars
+from halfstep.numerics.updates import average_ as average_

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from halfstep.numerics.slices import ranges
+
 AdamWScalars = tuple[float, float, float, float, float, float, float]
 
 
@@ -48,6 +50,21 @@ def adamw_(
     v.mul_(keep2).add_((g * g).mul_(rise2))  # second moment: a moving average of its square
     denominator = square_root(v).mul_(root2).add_(floor)  # corrected for the zeros it began with, kept away from 0
     p.sub_((m / denominator).mul_(size))  # the step, its size corrected for the first moment's zeros
+
+
+def average_(average: Tensor, value: Tensor, share: float) -> None:
+    """average += share * (value - average), in place on `average`; `value`, of the same shape and dtype, is only read.
+
+    Rounded after every operation and none fused (torch's own lerp fuses two of them, on some elements of a tensor), so that any device can give
+    equal bits. An average that equals the value stays as it is. Temporary memory: 1 MB on a CPU (64 MB elsewhere), of a tensor in another order of
+    memory than the usual one as much as it has.
+    """
+    if not (average.is_contiguous() and value.is_contiguous()):
+        average.add_(torch.sub(value, average).mul_(share))
+        return
+    old, new = average.view(-1), value.view(-1)
+    for part in ranges(old.numel(), old.device):
+        old[part].add_(torch.sub(new[part], old[part]).mul_(share))
 
 
 def square_root(x: Tensor) -> Tensor:

@@ -280,7 +280,10 @@ def full_values(p: Tensor) -> Tensor:
 
 
 def keep(p: Tensor) -> Callable[[], None]:
-    """What puts a parameter, and the residual of its master, back to what they are now. Memory: a copy of both."""
+    """What puts a parameter, and the residual of its master, back to what they are now. Memory: a copy of both.
+
+    One that was cast in between (to 16 bits by the first call of a `*-lean` model, or back) gets the fp32 value that it has now.
+    """
     master = master_of(p)
     if master is not None:
         master.follow()
@@ -288,6 +291,14 @@ def keep(p: Tensor) -> Callable[[], None]:
 
     @torch.no_grad()
     def put_back() -> None:
+        now = master_of(p)
+        if now is not master:
+            values = weight if master is None else master.storage.read(weight, residual)
+            if now is None:
+                p.copy_(values)
+            else:
+                now.write(values)
+            return
         p.copy_(weight)
         if master is not None:
             if residual is not None and master.residual is not None:
