@@ -103,4 +103,3 @@ def test_import_runs_little_more_than_torch():
     child(code, PYTHONDONTWRITEBYTECODE="")  # compiles what was not
     calls, modules = map(int, child(code, PYTHONDONTWRITEBYTECODE="").split())
     assert (calls <= 70_000, modules <= 160) == (True, True), (calls, modules)
-
