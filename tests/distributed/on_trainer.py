@@ -101,12 +101,24 @@ def rank_0_writes_what_all_have_seen(ranks: Ranks, folder: Path) -> None:
 
 
 def a_run_goes_on_bit_for_bit(ranks: Ranks, folder: Path) -> None:
-    settings: dict[str, Any] = {"dropout": 0.3, "save_strategy": "steps", "save_steps": 7, "precision": "bf16-lean", "max_steps": 12}
+    settings: dict[str, Any] = {
+        "dropout": 0.3,
+        "save_strategy": "steps",
+        "save_steps": 7,
+        "precision": "bf16-lean",
+        "max_steps": 12,
+        "ema_decay": 0.9,
+    }
     whole = trainer(folder / "whole", 4, **settings)
     whole.train()
     resumed = trainer(folder / "resumed", 4, **settings)
     resumed.train(resume_from_checkpoint=folder / "whole" / "checkpoint-7")
     assert torch.equal(weights(whole), weights(resumed))
+    assert whole.average is not None
+    assert resumed.average is not None
+    assert whole.average.updates == 12
+    averages = ranks.gather_object([v for run in (whole, resumed) for v in run.average.averages.values()])
+    assert all(torch.equal(a, b) for other in averages for a, b in zip(other, averages[0], strict=True))
     assert [r["loss"] for r in whole.state.log_history if "loss" in r][-1] == [r["loss"] for r in resumed.state.log_history if "loss" in r][-1]
     with alone():
         single = trainer(folder / f"single-{ranks.rank}", 4, **settings)

@@ -19,6 +19,7 @@ from halfstep.accelerator.saved import adopt_all, facts_to_export, kinds_of, mas
 from halfstep.amp import bound_policy, convert, layout, model_state
 from halfstep.distributed import on_main
 from halfstep.errors import ConfigError, StepOrderError
+from halfstep.optim import EMA
 
 logger = logging.getLogger("halfstep")
 
@@ -113,9 +114,12 @@ class Saving(Preparing):
         """Rank 0 writes and the others wait for it. Where it cannot, all raise the same."""
         return on_main(self.ranks, lambda: checkpoint.save(output_dir, parts, about))
 
-    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The weights of a prepared model for use elsewhere: each in the dtype that it was loaded in, rounded from its fp32 master."""
-        state: dict[str, Tensor] = model_state(self.unwrap_model(model))
+    def get_state_dict(self, model: nn.Module, *, average: EMA | None = None) -> dict[str, Tensor]:
+        """The weights of a prepared model for use elsewhere: each in the dtype that it was loaded in, rounded from its fp32 master.
+
+        average: an average of its weights (`halfstep.ema`), taken instead of them.
+        """
+        state: dict[str, Tensor] = model_state(self.unwrap_model(model), average.values() if average is not None else {})
         return state
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
@@ -123,15 +127,23 @@ class Saving(Preparing):
         if self.ranks.is_main:
             write_object(obj, f, safe_serialization)
 
-    def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB", safe_serialization: bool = True) -> None:
-        """Write a prepared model alone into a folder, weights as in `get_state_dict`.
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        *,
+        average: EMA | None = None,
+    ) -> None:
+        """Write a prepared model alone into a folder, weights as in `get_state_dict`, those of an `average` if one is given.
 
         By its own `save_pretrained` where it has one, else as model.safetensors. max_shard_size: bytes, or text such as "5GB", of the largest file.
         """
         _refuse_pickle(safe_serialization)
         model = self.unwrap_model(model)
         if self.ranks.is_main:  # without a word to the others: scripts call it under is_main_process too
-            checkpoint.write_model(model, Path(save_directory), self.get_state_dict(model), max_shard_size)
+            checkpoint.write_model(model, Path(save_directory), self.get_state_dict(model, average=average), max_shard_size)
 
     def load_state(self, input_dir: str | Path | None = None) -> None:
         """Put everything back as it was saved. Checked first: a checkpoint that does not fit changes nothing.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -209,29 +209,30 @@ def convert(module: nn.Module, policy: Policy, names: Iterable[str]) -> None:
         found.given = bool(wanted)
 
 
-def model_state(module: nn.Module) -> dict[str, Any]:
+def model_state(module: nn.Module, instead: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
     """The state dict to be saved for others: every weight and buffer in the dtype it was loaded in, a 16-bit one rounded once from its fp32 master.
 
-    Memory: a copy of the weights that are cast.
+    instead: values to take for some parameters and buffers, by name (an average). Memory: a copy of the weights that are cast.
     """
     found = layout_of(module)
     loaded = found.loaded if found is not None else {}
     known = dict(module.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in module.named_parameters()}
     state: dict[str, Any] = module.state_dict()
+    instead = instead or {}
     made: dict[int, Tensor] = {}  # a weight that stands under two names stays one tensor
     for key, value in state.items():
         p = known.get(key)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         if p is None:
-            state[key] = value.to(loaded.get(key, value.dtype))
-        elif master_of(p) is None:
-            state[key] = made.setdefault(id(p), value.to(loaded.get(first[id(p)], value.dtype)))
-        else:
-            if id(p) not in made:
-                made[id(p)] = full_values(p).to(loaded.get(first[id(p)], torch.float32))
-            state[key] = made[id(p)]
+            state[key] = instead.get(key, value).to(loaded.get(key, value.dtype))
+            continue
+        if id(p) not in made:
+            name, master = first[id(p)], master_of(p)
+            full = instead[name] if name in instead else value if master is None else full_values(p)
+            made[id(p)] = full.to(loaded.get(name, value.dtype if master is None else torch.float32))
+        state[key] = made[id(p)]
     return state
 
 

@@ -105,9 +105,13 @@ class EMA:
         with torch.inference_mode(False), torch.no_grad():
             self._write()
 
+    def values(self) -> dict[str, Tensor]:
+        """The averages of weights and buffers by name, fp32 (wider ones as they are)."""
+        return self.averages | self.buffer_averages
+
     def nbytes(self) -> int:
         """Bytes that the averages take."""
-        return sum(t.nbytes for t in (*self.averages.values(), *self.buffer_averages.values()))
+        return sum(t.nbytes for t in self.values().values())
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by name, the settings and the number of updates."""

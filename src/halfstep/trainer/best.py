@@ -67,3 +67,13 @@ def folder_of_best(run: Path, state: TrainerState) -> Path | None:
         return folder
     elsewhere = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None  # of the run that this one was resumed from
     return elsewhere if elsewhere is not None and elsewhere.is_dir() else None
+
+
+def doubts_about_best(found: bool, args: TrainingArguments, state: TrainerState, failed: list[int]) -> str:
+    """Why the best model was not `found`, or may not be the best: evaluations, after these steps, that `failed`. Empty where there is no doubt."""
+    raised = f"compute_metrics raised at steps {failed}" if failed else ""
+    if found:
+        return f"{raised}; the best of the others, of step {state.best_global_step}, was loaded" if raised else ""
+    judge = judge_of(args)
+    why = raised or f"no evaluation gave a {judge.name} that is better than {'-' if judge.greater else ''}inf"
+    return f"there is no best model: {why}; the weights are those of the last step, {state.global_step}"

@@ -53,6 +53,8 @@ class Evaluating(TrainingLoop):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
         """Loss and metrics over the evaluation data; logged. Neither the model's dtype nor its training mode is changed.
 
+        With ema_decay the average of the weights is evaluated, unless ema_in_evaluation=False; the record says which (eval_weights).
+
         eval_dataset: a dataset, the name of one of those given to the constructor, or a dict of names and datasets: each is evaluated, its numbers
         under PREFIX_NAME. ignore_keys: outputs of the model that are no predictions.
         Inside `train()` a `compute_metrics` that raises does not end the run: PREFIX_metrics_error has its text.
@@ -67,9 +69,10 @@ class Evaluating(TrainingLoop):
             return found
         loader, began = self.get_eval_dataloader(data), time.perf_counter()
         only = True if self.compute_metrics is None else None
-        output = self.evaluation_loop(loader, "Evaluation", only, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+        with self._average.in_use():
+            output = self.evaluation_loop(loader, "Evaluation", only, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
         metrics = output.metrics | self._speed(metric_key_prefix, output.num_samples, began)
-        self.log(dict(metrics))
+        self.log(self._average.told() | metrics)
         metrics["epoch"] = self.state.epoch
         self._event("on_evaluate", metrics=metrics)
         return metrics
@@ -77,7 +80,8 @@ class Evaluating(TrainingLoop):
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions and labels over `test_dataset` as numpy arrays, with loss and metrics; not logged."""
         loader, began = self.get_test_dataloader(test_dataset), time.perf_counter()
-        output = self.evaluation_loop(loader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+        with self._average.in_use():
+            output = self.evaluation_loop(loader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
         metrics = output.metrics | self._speed(metric_key_prefix, output.num_samples, began)
         self._event("on_predict", metrics=metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)

@@ -21,7 +21,8 @@ from halfstep.errors import ConfigError, DataError, DivergedError, StepRefusedEr
 from halfstep.step import StepResult
 from halfstep.trainer import outputs
 from halfstep.trainer.arguments import spaced
-from halfstep.trainer.best import compares, folder_of_best, judge_of
+from halfstep.trainer.averaging import average_of
+from halfstep.trainer.best import compares, doubts_about_best, folder_of_best, judge_of
 from halfstep.trainer.build import lengths, step_options
 from halfstep.trainer.changes import Changes
 from halfstep.trainer.data import from_batch
@@ -183,6 +184,7 @@ class TrainingLoop(Reporting):
                 self.log(dict(metrics))
             if self.args.load_best_model_at_end:
                 self._load_best()
+            self._average.finish()
         except StopNow:
             folder = self._save() if self.args.save_strategy != "no" and self.state.attempted else None
             raise TrainingInterrupted(self.state.global_step, folder) from None
@@ -216,6 +218,8 @@ class TrainingLoop(Reporting):
         self.optimizer_in_use, self.scheduler_in_use = self.optimizer, self.lr_scheduler
         self._follows_metric = follows_metric(self.scheduler_in_use)
         self.accelerator.register_for_checkpointing(self.state, self._epoch_start)
+        self._average = average_of(self.model, a)
+        self._average.follow(self.accelerator, self.optimizer_in_use)
         return loader
 
     def _fresh_accelerator(self) -> Accelerator:
@@ -352,19 +356,13 @@ class TrainingLoop(Reporting):
     def _load_best(self) -> None:
         """Give the model the weights of the best evaluation. A warning says so where there is none, or where some could not be compared."""
         folder = folder_of_best(self.run.path, self.state)
-        failed = f"compute_metrics raised at steps {self._failed_evaluations}" if self._failed_evaluations else ""
         if folder is not None:
             self.accelerator.load_model_state(folder, self.model)
+            self._average.go_back(folder)
             if self.args.save_total_limit == 1 and self.run.owns(folder):
                 self.run.keep_only(folder)
-            if failed:
-                best = self.state.best_global_step
-                warnings.warn(f"load_best_model_at_end: {failed}; the best of the others, of step {best}, was loaded", stacklevel=3)
-        else:
-            judge = judge_of(self.args)
-            why = failed or f"no evaluation gave a {judge.name} that is better than {'-' if judge.greater else ''}inf"
-            stays = f"the weights are those of the last step, {self.state.global_step}"
-            warnings.warn(f"load_best_model_at_end: there is no best model: {why}; {stays}", stacklevel=3)
+        if said := doubts_about_best(folder is not None, self.args, self.state, self._failed_evaluations):
+            warnings.warn(f"load_best_model_at_end: {said}", stacklevel=3)
 
     def _log_window(self) -> None:
         """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from halfstep.accelerator import Accelerator
+from halfstep.optim import EMA
 from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.averaging import NoAverage
 from halfstep.trainer.callbacks import CallbackList
 from halfstep.trainer.run import RunFolder
 from halfstep.trainer.speed import shown, speed_metrics, write_json, write_metrics
@@ -36,6 +38,7 @@ class Reporting(ABC):
         self.optimizer_in_use, self.scheduler_in_use = None, None
         self._loader: Any = None  # of the training data
         self._eval_loader: Any = None  # of the evaluation going on, or of the last one
+        self._average = NoAverage()  # of the run's weights
         self._tokens_at_start = 0  # tokens seen before this call of train()
 
     def add_callback(self, callback: Any) -> None:
@@ -57,6 +60,11 @@ class Reporting(ABC):
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of this machine."""
         return self.state.is_local_process_zero
+
+    @property
+    def average(self) -> EMA | None:
+        """The average of the weights of the run (`ema_decay`); None without one, and before `train()`."""
+        return self._average.average
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add a record with step and epoch to the history and tell the callbacks; metrics.jsonl gets it during a run.

@@ -23,6 +23,8 @@ KEPT = (  # where the batches are, or what the optimizer's and the schedule's sa
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",
+    "ema_decay",
+    "ema_warmup",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
     "warmup_steps",

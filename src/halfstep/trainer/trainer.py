@@ -264,8 +264,11 @@ class Trainer(Feeding, Evaluating):
         return self._window
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write the model as `Accelerator.save_model` does, each weight in the dtype it was loaded in, from its master; and the processing class."""
+        """Write the model as `Accelerator.save_model` does, each weight in the dtype it was loaded in, from its master; and the processing class.
+
+        With ema_decay the average of the weights is written, unless ema_in_evaluation=False.
+        """
         folder = Path(output_dir) if output_dir is not None else self.run.path
-        self.accelerator.save_model(self.model, folder)
+        self.accelerator.save_model(self.model, folder, average=self._average.to_save)
         if self.accelerator.is_main_process:
             write_processing(self.processing_class, folder)

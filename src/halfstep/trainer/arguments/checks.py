@@ -40,10 +40,11 @@ AT_LEAST: dict[str, float] = {
     "adam_epsilon": 0,
     "label_smoothing_factor": 0,
     "neftune_noise_alpha": 0,
+    "ema_decay": 0,
     "seed": 0,
     "data_seed": 0,
 }
-BELOW: dict[str, float] = {"adam_beta1": 1, "adam_beta2": 1, "label_smoothing_factor": 1, "seed": 2**32, "data_seed": 2**63}
+BELOW: dict[str, float] = {"ema_decay": 1, "adam_beta1": 1, "adam_beta2": 1, "label_smoothing_factor": 1, "seed": 2**32, "data_seed": 2**63}
 NEVER_ZERO = ("logging_steps", "eval_steps", "save_steps", "neftune_noise_alpha")
 
 
@@ -126,6 +127,10 @@ def check_together(args: Any) -> None:
     _check_evaluation(args)
     _check_best(args)
     _check_logging(args)
+    if args.ema_decay is None:
+        for name, given, default in (("ema_warmup", args.ema_warmup, "none"), ("ema_in_evaluation", args.ema_in_evaluation, True)):
+            if given != default:
+                raise ConfigError(f"{name}={given!r} has no effect without ema_decay", "Use for example ema_decay=0.999.")
     needs = {
         "gradient_checkpointing_kwargs": "gradient_checkpointing",
         "torch_compile_backend": "torch_compile",

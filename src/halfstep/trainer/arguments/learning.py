@@ -62,6 +62,22 @@ class ScheduleFields:
 
 
 @dataclass(frozen=True)
+class AverageFields:
+    """Average: an exponential moving average of the weights, in fp32 (halfstep.ema).
+
+    Args:
+        ema_decay: how much of the average stays at each applied step, such as 0.999; none when not given. 4 bytes per trained weight.
+        ema_warmup: a lower decay at first: ratio, at most (1 + n) / (10 + n) after n steps; power, at most 1 - (1 + n)^(-2/3); or none.
+        ema_in_evaluation: evaluate, predict and save_model take the average, it decides on the best model, and it is what the model has
+            after train(); otherwise all of these take the trained weights, and trainer.average has it.
+    """
+
+    ema_decay: float | None = None
+    ema_warmup: Literal["none", "ratio", "power"] = "none"
+    ema_in_evaluation: bool = True
+
+
+@dataclass(frozen=True)
 class LossFields:
     """Loss and regularisation.
 

@@ -14,7 +14,7 @@ from halfstep.errors import ConfigError
 from halfstep.policy import Policy, from_flags, parse
 from halfstep.trainer.arguments import checks, texts, values
 from halfstep.trainer.arguments.here import Here
-from halfstep.trainer.arguments.learning import LossFields, OptimizerFields, ScheduleFields
+from halfstep.trainer.arguments.learning import AverageFields, LossFields, OptimizerFields, ScheduleFields
 from halfstep.trainer.arguments.machine import DistributedFields, PerformanceFields, PrecisionFields
 from halfstep.trainer.arguments.names import NOT_CARRIED, translate
 from halfstep.trainer.arguments.running import BatchFields, RunFields, SavingFields
@@ -25,6 +25,7 @@ GROUPS = (
     BatchFields,
     OptimizerFields,
     ScheduleFields,
+    AverageFields,
     LossFields,
     EvaluationFields,
     LoggingFields,
@@ -75,6 +76,7 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
     LoggingFields,
     EvaluationFields,
     LossFields,
+    AverageFields,
     ScheduleFields,
     OptimizerFields,
     BatchFields,
