@@ -20,5 +20,10 @@ from halfstep.optim.masters import full_values as full_values
 from halfstep.optim.masters import keep as keep
 from halfstep.optim.masters import master_of as master_of
 from halfstep.optim.masters import refresh as refresh
+from halfstep.optim.release import RELEASES as RELEASES
+from halfstep.optim.release import Release as Release
+from halfstep.optim.release import Released as Released
+from halfstep.optim.release import handle_of as handle_of
+from halfstep.optim.release import release as release
 from halfstep.optim.storage import STORAGES as STORAGES
 from halfstep.optim.wrap import wrap as wrap

@@ -186,18 +186,27 @@ class Buckets:
         Returns the names of hyper-parameters that copies changed in different ways: none if buckets are right.
         """
         refuse_sparse(optimizer)
-        for bucket in self.buckets:
-            bucket.push(optimizer, self._there, len(self.buckets) == 1)
+        self.push(optimizer)
         for bucket in self.buckets:
             bucket.step(optimizer, call, factor, self._formats, always)
-        return self._pull(optimizer)
+        return self.pull(optimizer)
+
+    def push(self, optimizer: Optimizer) -> None:
+        """Before a step, or the first of those one by one: take over hyper-parameters."""
+        for bucket in self.buckets:
+            bucket.push(optimizer, self._there, len(self.buckets) == 1)
+
+    def step_one(self, optimizer: Optimizer, number: int, call: Callable[[Optimizer], Any], factor: float | Tensor) -> None:
+        """`call` one copy on its bucket; between `push` and `pull` each of them once."""
+        self.buckets[number].step(optimizer, call, factor, self._formats, False)
 
     @property
     def bytes(self) -> int:
         """Temporary bytes of the largest bucket in the last step."""
         return max((b.bytes for b in self.buckets), default=0)
 
-    def _pull(self, optimizer: Optimizer) -> list[str]:
+    def pull(self, optimizer: Optimizer) -> list[str]:
+        """After a step: take back what copies have changed; the names of what they changed in different ways."""
         found: dict[tuple[int, str], Any] = {}
         at_odds = []
         for bucket in self.buckets:

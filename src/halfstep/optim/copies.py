@@ -24,7 +24,9 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-OWN = frozenset(("state", "param_groups", "step", "state_dict", "load_state_dict", "halfstep_wrapped", *HOOKS))  # a copy has its own, or none
+OWN = frozenset(
+    ("state", "param_groups", "step", "state_dict", "load_state_dict", "halfstep_wrapped", "halfstep_release", *HOOKS)
+)  # a copy has its own, or none
 MEMBERS = ("params", "param_names")
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, deque)

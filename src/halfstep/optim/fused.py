@@ -89,6 +89,10 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
                 count.sub_(bad)
         return loss
 
+    def update_all(self) -> None:
+        """`step()` without the hooks around it."""
+        self._step()
+
     def _alike(self) -> Collection[tuple[dict[str, Any], list[Tensor]]]:
         """The parameters that have a gradient, those of groups with the same settings together; each with a state."""
         found: dict[Any, tuple[dict[str, Any], list[Tensor]]] = {}

@@ -80,6 +80,19 @@ def tried(optimizer: Optimizer) -> Trial:
         return Trial(splits, failed or reason, copies, False, _keys(whole.tiny, True), _keys(whole.tiny, False))
 
 
+def tried_singly(optimizer: Optimizer) -> tuple[bool, str]:
+    """Whether small tensors, each stepped by a copy of the optimizer of its own, come to the bits of a whole step; if not, why."""
+    with _untouched(optimizer), warnings.catch_warnings(), torch.random.fork_rng(devices=_gpus(optimizer)):
+        warnings.simplefilter("ignore")
+        try:
+            whole = _run(optimizer, lambda tiny: None)
+        except Exception as error:  # noqa: BLE001  whatever a foreign optimizer raises
+            return False, f"it could not be tried: {_first_line(error)}"
+        if not whole.finite or not whole.moved:
+            return False, "its weights do not stay finite" if whole.moved else "its weights stay where they are"
+        return _agrees(optimizer, whole, lambda tiny: range(1, sum(len(g["params"]) for g in tiny.param_groups) + 1))
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """A tiny optimizer after its steps. at_odds: hyper-parameters that its buckets changed in different ways."""

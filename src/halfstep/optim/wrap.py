@@ -25,7 +25,7 @@ from halfstep.policy import Policy
 
 logger = logging.getLogger("halfstep")
 BUCKET_BYTES = 64 * 2**20
-PASSING = frozenset(("step", "_buckets", *HOOKS))  # not carried into copies, as torch does not
+PASSING = frozenset(("step", "_buckets", "halfstep_release", *HOOKS))  # not carried into copies, as torch does not
 
 
 def wrap(
@@ -316,12 +316,12 @@ STAY = "Keep its weights and states in fp32, or use halfstep.optim.AdamW."
 def _refuse(optimizer: Optimizer) -> None:
     """Raise for what can be seen to be wrong before anything is tried."""
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"a {type(optimizer).__name__} is not a torch.optim.Optimizer", "Give the optimizer itself, not its class or its parameters."
-        )
+        raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer", "Give the optimizer itself, not its class.")
     name = type(optimizer).__name__
     if getattr(optimizer, "knows_masters", False) or "halfstep_wrapped" in vars(optimizer):
         raise ConfigError(f"this {name} has masters already", "Use it as it is: weights= and states= are arguments of it, and one wrap is enough.")
+    if "halfstep_release" in vars(optimizer):
+        raise ConfigError(f"the gradients of this {name} are released, which steps it by itself", "Wrap it first, then release what wrap returns.")
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ConfigError(
             f"{name} takes its step in two phases, between which the model runs on weights that are no step's result",

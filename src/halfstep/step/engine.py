@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
-from halfstep.step import checks, clipping, guard, judging, narrow, taking
+from halfstep.optim import RELEASES
+from halfstep.step import checks, clipping, guard, judging, narrow, released, releases, taking
 from halfstep.step.backward import when_backward_ends
 from halfstep.step.graph import Reached
 from halfstep.step.marks import gradients, marks, parameters
@@ -141,6 +142,8 @@ class StepEngine:
             self._known = [ref(p) for p in known]
         narrow.before_a_backward_pass(state, known)
         state.buffers.found(reached.statistics)
+        if RELEASES:
+            releases.find(state, reached)
         self._choose_scale(loss, reached)
         state.ledger.begin()
         seen = loss.detach().float().reshape(()) if loss.numel() == 1 else None
@@ -239,6 +242,8 @@ class StepEngine:
             self._task, self._going_through = task, []
             if not self.state.scaling.active:
                 self.state.ledger.look([p for r in self._known if (p := r()) is not None], listen=False)
+            if self.state.releases:
+                releases.begin(self.state)
         self._going_through.append(seen * gradient.detach().reshape(()) if seen is not None and gradient.numel() == 1 else None)
         return len(self._going_through) == 1
 
@@ -248,6 +253,8 @@ class StepEngine:
         losses = [loss for loss in self._going_through if loss is not None]
         self._going_through = []
         seen = torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if len(losses) > 1 else losses[0] if losses else None
+        if state.releases:
+            releases.ended(state, seen)
         moved, added = state.ledger.note(state.sign, state.passes, seen)
         state.noticed += 1
         state.passes += 1
@@ -274,6 +281,8 @@ class StepEngine:
         """
         record = self.state.record(optimizer)
         self.state.join_ranks(parameters(optimizer))
+        if self.state.releases:
+            releases.refuse_edits(self.state, map(id, parameters(optimizer)), "unscaling")
         if not gradients(optimizer):
             return None
         if self.state.scaling.active and record.unscaled and not record.stepped:
@@ -324,6 +333,7 @@ class StepEngine:
         if state.loss is not None and not state.loss_spent:
             state.loss = state.loss * factor
         state.ledger.rescale(factor)
+        releases.rescale(state, factor)
 
     def discard(self) -> None:
         """Throw away the gradients at hand that are still scaled, of all optimizers: they will be made again."""
@@ -341,6 +351,8 @@ class StepEngine:
         StepRefusedError for a bad step under on_overflow="raise".
         """
         state, record = self.state, self.state.record(optimizer)
+        if (handle := releases.handle_for(optimizer)) is not None:
+            return released.take(state, optimizer, handle, closure, max_norm, stalled)
         if closure is None:
             state.join_ranks(parameters(optimizer))
         if closure is None and not gradients(optimizer):

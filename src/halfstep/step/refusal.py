@@ -41,9 +41,9 @@ def explained(explain: Explain | None, verdict: Verdict, heal: Heal, step: int) 
 def refused(result: StepResult) -> StepRefusedError:
     """The error for a single bad step, where the user wants one."""
     return StepRefusedError(
-        f"the step could not be applied ({result.reason}, loss scale {result.scale:g}); not finite: {blamed(result)}. "
+        f"the step could not be applied{' as a whole' if result.applied else ''} ({result.reason}, loss scale {result.scale:g}); not finite: {blamed(result)}. "
         + (f"{result.detail}. " if result.detail else "")
-        + "Nothing was changed",
+        + ("" if result.applied else "Nothing was changed"),
         "Catch it and go on with the next batch, or use on_overflow='skip' or 'replay', heal='skip' or 'pin'.",
         result,
     )
@@ -57,7 +57,7 @@ def diverged(result: StepResult, record: Record, applied: int, patience: int, ch
         f"{record.bad_steps} steps in a row could not be applied ({result.reason}, loss scale {result.scale:g}), {since}; "
         f"not finite: {blamed(result)}. "
         + (f"{result.detail}. " if result.detail else "")
-        + "None of them changed the weights. "
+        + ("" if result.applied else "None of them changed the weights. ")
         + (f"The last good checkpoint is {checkpoint}" if checkpoint else "This run has saved no checkpoint"),
         " ".join(f"{i}. {remedy}." for i, remedy in enumerate(remedies[:3], 1))
         + f" The patience of {patience} steps is the argument patience= (max_bad_steps= in TrainingArguments).",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.step.watching import Watch
 
-Reason = Literal["applied", "accumulating", "overflow", "forward-overflow", "nonfinite-loss", "no-gradients", "stopped"]
+Reason = Literal["applied", "partly", "accumulating", "overflow", "forward-overflow", "nonfinite-loss", "no-gradients", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepResult:
     """The truth about one optimizer step. `bool(result)` is `result.applied`.
 
     applied: the weights were updated.
-    reason: "applied", or why not: "accumulating" (micro-batch inside an accumulation window), "overflow" (a gradient is
+    reason: "applied"; "partly" (gradients are released one by one, and some were bad: their parameters stayed as they were, the others moved); or why not: "accumulating" (micro-batch inside an accumulation window), "overflow" (a gradient is
         inf, NaN or above 2^60), "forward-overflow" (a module's outputs do not fit 16 bits, and would fit fp32), "nonfinite-loss",
         "no-gradients". "stopped" is a name kept for later.
     grad_norm: Euclidean norm of the unscaled gradients before clipping; None when no gradient was measured.

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from halfstep.optim import Release
 from halfstep.step import checks
 from halfstep.step.backward import BackwardWatch
 from halfstep.step.buffers import BufferGuard
@@ -83,6 +84,7 @@ class StepState:
     loose: list[Loose] = field(default_factory=list)
     widened: dict[int, ref[Tensor]] = field(default_factory=dict)  # 16-bit parameters whose gradients were made fp32
     names: dict[int, tuple[ref[Tensor], str]] = field(default_factory=dict)
+    releases: list[ref[Release]] = field(default_factory=list)  # of optimizers that step inside the backward pass
 
     def __post_init__(self) -> None:
         self.sign = Sign(self)

@@ -20,7 +20,7 @@ from halfstep.step.judging import defers, make_unscaled, measure, unscale
 from halfstep.step.marks import gradients, marks, parameters
 from halfstep.step.narrow import divides_late, has_fp16_gradients
 from halfstep.step.record import Record
-from halfstep.step.refusal import Explained
+from halfstep.step.refusal import Explained, Heal
 from halfstep.step.result import DeferredResult, Reason, StepResult
 from halfstep.step.scaling import Seen
 from halfstep.step.stalled import Before, share_of
@@ -98,17 +98,21 @@ def _told(state: StepState, optimizer: Optimizer, record: Record, verdict: Verdi
     record.verdict = verdict
     moved = before.counts() if before is not None and verdict.fit else None
     record.stalled = share_of(moved) if before is not None and before.whole else None
-    watch = state.watching.watch(optimizer, record.applied, moved)
     loss = state.loss_of(optimizer)
     record.loss = record.loss if loss is None else loss  # some optimizers clear gradients in their step
-    said = NOTHING
+    result = told(state, optimizer, record, verdict, state.heal, moved)
+    spend(state, optimizer, record)
+    window_ends(state, verdict.fit)
+    return counted(state, record, result)
+
+
+def told(state: StepState, optimizer: Optimizer, record: Record, verdict: Verdict, heal: Heal, moved: Tensor | None = None) -> StepResult:
+    """The result of a verdict, with what the watch has seen and, for a refused step, what its forward passes show. moved: see `Watching.watch`."""
+    watch, said = state.watching.watch(optimizer, record.applied, moved), NOTHING
     if not verdict.fit:
         with state.buffers.untouched():
-            said = refusal.explained(state.explain, verdict, state.heal, state.watching.number(record.applied))
-    result = _result(state, verdict, record, state.scale_at_hand, record.heard, watch, said)
-    _spend(state, optimizer, record)
-    _window_ends(state, verdict.fit)
-    return _counted(state, record, result)
+            said = refusal.explained(state.explain, verdict, heal, state.watching.number(record.applied))
+    return _result(state, verdict, record, state.scale_at_hand, record.heard, watch, said)
 
 
 def no_gradients(state: StepState, optimizer: Optimizer) -> StepResult:
@@ -160,10 +164,10 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
         return result
 
     pending = record.pending = Pending(find)
-    pending.then(lambda: _counted(state, record, pending.settle()))
+    pending.then(lambda: counted(state, record, pending.settle()))
     record.heard = True
-    _spend(state, optimizer, record)
-    _window_ends(state, bad)
+    spend(state, optimizer, record)
+    window_ends(state, bad)
     return DeferredResult(pending.settle, told.loss)
 
 
@@ -187,7 +191,7 @@ def settle(state: StepState) -> None:
             pending.settle()
 
 
-def _spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
+def spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
     """The gradients at hand, and the losses they came from, are used up."""
     state.loss_spent = True
     record.spent_to = state.passes - 1
@@ -204,7 +208,7 @@ def _spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
         state.unheard.append(record.verdict)
 
 
-def _window_ends(state: StepState, fit: bool | Tensor) -> None:
+def window_ends(state: StepState, fit: bool | Tensor) -> None:
     """Buffers follow the first optimizer of their forward passes that is applied; without one they are put back. A tensor is 1 for a bad step."""
     if isinstance(fit, Tensor):
         state.window.append(fit)
@@ -259,7 +263,7 @@ def heard_together(verdicts: list[Verdict], scale: float) -> tuple[bool, Seen | 
     return overflow, seen, bool(verdicts) and all(v.blames_scale for v in verdicts)
 
 
-def _counted(state: StepState, record: Record, result: StepResult) -> StepResult:
+def counted(state: StepState, record: Record, result: StepResult) -> StepResult:
     """Count a step, run what follows applied ones, and refuse to go on after too many bad ones."""
     try:
         return _count(state, record, result)
@@ -270,10 +274,11 @@ def _counted(state: StepState, record: Record, result: StepResult) -> StepResult
 
 def _count(state: StepState, record: Record, result: StepResult) -> StepResult:
     if result.applied:
-        record.bad_steps = 0
         record.applied += 1
         for hook in record.hooks:
             hook()
+    if result.reason == "applied":
+        record.bad_steps = 0
         return result
     if (result.reason == "overflow" and "overflow" in state.trying) or (result.pinned and "pin" in state.trying):
         state.unheard.clear()

@@ -192,12 +192,12 @@ class Watching:
         """Whether the updates of that step are: not of the first, whose learning rate is 0 wherever it warms up."""
         return self.every > 0 and self.number(applied) > 1 and self.number(applied) % self.every == 0
 
-    def note(self, state: StepState, owner: Any, evidence: Evidence) -> None:
-        """Keep what was measured on the gradients of `owner`. Nothing is read to the host."""
+    def note(self, state: StepState, owner: Any, evidence: Evidence, held: list[Tensor] | None = None) -> None:
+        """Keep what was measured on the gradients of `owner`. Nothing is read to the host. held: whose they were, where they are gone."""
         if not self.every or evidence.peaks is None:
             return
         kept = self._of(owner)
-        self._name(kept, state, [p for p in parameters(owner) if p.grad is not None])
+        self._name(kept, state, [p for p in parameters(owner) if p.grad is not None] if held is None else held)
         kept.gradients = Magnitudes(kept.names, evidence.peaks, kept.limits, evidence.scale, self.number(state.record(owner).applied))
         kept.share = evidence.share if evidence.share is not None else kept.share
 
