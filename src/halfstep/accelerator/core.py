@@ -17,6 +17,7 @@ from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.accelerator.settings import Handlers, whole_number
 from halfstep.amp import Binding, GradScaler, Products, backward_context
 from halfstep.distributed import DataParallel, MeanOverRanks, NoReducer, Ranks, Reducer
+from halfstep.optim import Release
 from halfstep.policy import LossScale, Policy, Resolution
 from halfstep.step import StepResult
 
@@ -79,6 +80,7 @@ class Core:
         self._models: list[nn.Module] = []
         self._bindings: dict[int, Binding] = {}
         self._optimizers: list[PreparedOptimizer] = []
+        self._releases: list[Release] = []  # of prepared optimizers
         self._schedulers: list[Any] = []
         self._signatures: dict[int, Signature] = {}
         self._loaders: list[PreparedLoader] = []

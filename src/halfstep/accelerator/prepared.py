@@ -98,7 +98,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was refused (a micro-batch inside a window is not)."""
-        return self.last_step is not None and self.last_step.reason not in ("applied", "accumulating", "no-gradients")
+        return self.last_step is not None and not self.last_step and self.last_step.reason not in ("accumulating", "no-gradients")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; nothing while a window is going on, also at the start of its last micro-batch."""

@@ -19,7 +19,7 @@ from halfstep.accelerator.stepping import Stepping
 from halfstep.amp import bind, bound_policy
 from halfstep.distributed import refuse_unlike, shard
 from halfstep.errors import ConfigError
-from halfstep.optim import with_masters
+from halfstep.optim import RELEASES, with_masters
 from halfstep.policy import chosen
 from halfstep.step import Follower
 
@@ -107,6 +107,7 @@ class Preparing(Stepping):
         mastered = with_masters(optimizer, chosen(self.policy))
         self.scaler.watch(mastered)
         self._reducer.join(p for group in mastered.param_groups for p in group["params"])
+        self._releases += [handle for handle in RELEASES if handle.optimizer is mastered]
         self._optimizers.append(PreparedOptimizer(mastered, self))
         return self._optimizers[-1]
 

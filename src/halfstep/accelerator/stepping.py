@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +17,8 @@ from halfstep.accelerator.facts import refuse_changed, refuse_loss
 from halfstep.accelerator.prepared import PreparedOptimizer
 from halfstep.accelerator.settings import taken
 from halfstep.amp import autocast, backward_context, forward_context
+from halfstep.errors import ConfigError
+from halfstep.optim import Release, release
 from halfstep.step import StepResult
 from halfstep.step.marks import Marks, gradients, marks, unchanged
 
@@ -48,6 +50,8 @@ class Stepping(Core):
         scaled = self.scaler.scale(part)
         before = {id(o.optimizer): marks(gradients(o.optimizer)) for o in self._optimizers} if self._tells_apart() else None
         joins = self.sync_gradients and self._reduces
+        for handle in self._releases:
+            handle.hold = not joins
         if joins:
             self._reducer.expect()
         try:
@@ -125,6 +129,31 @@ class Stepping(Core):
             inner = one.optimizer if isinstance(one, PreparedOptimizer) else one
             if optimizer is not None or any(p.grad is not None for group in inner.param_groups for p in group["params"]):
                 self.scaler.unscale_(inner)
+
+    def release(
+        self,
+        optimizer: PreparedOptimizer,
+        *,
+        clip: Literal["per_parameter", "last"] | None = None,
+        max_norm: float | None = None,
+        after_bad: Literal["tensor", "rest"] = "tensor",
+    ) -> Release:
+        """Let a prepared optimizer update inside the backward pass and free each gradient at once: see `halfstep.optim.release`.
+
+        Only the last micro-batch of a window updates. `remove()` of the handle undoes it. Raises ConfigError for what cannot work: several processes,
+        on_overflow="replay" under a loss scale, an optimizer that was not prepared.
+        """
+        if optimizer not in self._optimizers:
+            raise ConfigError(f"release() was given a {type(optimizer).__name__} that was not prepared", "Give it what prepare(optimizer) returned.")
+        model = self._models[0] if len(self._models) == 1 else None
+        handle = release(optimizer.optimizer, model, clip=clip, max_norm=max_norm, after_bad=after_bad)
+        try:
+            self.scaler.watch(optimizer.optimizer)  # which binds the two, or refuses
+        except ConfigError:
+            handle.remove()
+            raise
+        self._releases.append(handle)
+        return handle
 
     def on_applied(self, optimizer: PreparedOptimizer, function: Callable[[], object]) -> None:
         """Call `function()` after each step of a prepared optimizer that was applied: an EMA of the weights, a counter."""

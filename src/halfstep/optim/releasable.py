@@ -19,9 +19,7 @@ RANKS = "Train in one process, or leave out the release."
 def refuse(optimizer: Any, model: Any, clip: Any, max_norm: Any, after_bad: Any) -> None:
     """Raise ConfigError for what can be seen to be wrong."""
     if getattr(optimizer, "takes_steps_itself", False):
-        raise ConfigError(
-            "this optimizer was prepared by an accelerator", "Use accelerator.release(optimizer), which knows its windows and its scale."
-        )
+        raise ConfigError("this optimizer was prepared by an accelerator", "Use accelerator.release(optimizer), which knows its windows and scale.")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer", "Give the optimizer itself.")
     name = type(optimizer).__name__

@@ -48,16 +48,17 @@ def release(
 ) -> Release:
     """Let `optimizer` update each parameter as soon as a backward pass has its gradient, and free the gradient.
 
-    The loop stays as it is: `scaler.step(optimizer)`, or `optimizer.step()`, closes the books of the step and tells what happened; it updates only what
-    the backward pass has not. In an accumulation window only the last backward pass updates: the others run inside `handle.accumulating()` (an
+    The loop stays as it is: `scaler.step(optimizer)`, or `optimizer.step()`, closes the books of the step and tells what happened; it updates only
+    what the backward pass has not. In an accumulation window only the last backward pass updates: the others run inside `handle.accumulating()` (an
     accelerator and the trainer see to that), and gradients live through the window, 4 bytes each where halfstep sums up those of 16-bit weights.
 
-    optimizer: `halfstep.optim.AdamW`, `SGD`, `Lion`, or any other, wrapped or not, whose parameters do not act on each other (tried here on small tensors).
+    optimizer: `halfstep.optim.AdamW`, `SGD`, `Lion`, or any other, wrapped or not, whose parameters do not act on each other (tried here on small
+        tensors).
     model: names its parameters in messages.
     clip, max_norm: "per_parameter" clips each gradient to `max_norm` by itself; "last" multiplies all by what would have brought the norm of the
         last good step down to `max_norm` (the first step clips per parameter). The norm of the step itself is known only when its weights have moved.
-    after_bad: what follows a gradient that must not be used: "tensor" leaves out that parameter alone; "rest" also those whose gradients come later in
-        the step. Either way the loss scale falls for the next step, and nothing of this one is taken back.
+    after_bad: what follows a gradient that must not be used: "tensor" leaves out that parameter alone; "rest" also those whose gradients come
+        later in the step. Either way the loss scale falls for the next step, and nothing of this one is taken back.
     Memory: about 4 KiB per parameter tensor. On a GPU each tensor's verdict is read: one wait per tensor.
     Returns the handle; `remove()` undoes it. Raises ConfigError for what cannot work, with the reason. Source of the idea: Lv et al., Full Parameter
     Fine-tuning for Large Language Models with Limited Resources (LOMO), arXiv:2306.09782.
@@ -78,8 +79,8 @@ class Source(Protocol):
 class Released:
     """What a step has done, parameter by parameter. True when weights moved.
 
-    numbers: the parameters with a gradient, by their place in the optimizer; squares, peaks: the sum of squares (fp64) and the largest magnitude (fp32)
-    of each, multiplied by `scale` as it was. moved: how many were updated. bad: those whose gradient must not be used. clipped: some were clipped.
+    numbers: the parameters with a gradient, by their place in the optimizer; squares, peaks: the sum of squares (fp64) and the largest magnitude
+    (fp32) of each, multiplied by `scale` as it was. moved: how many were updated. bad: those whose gradient must not be used. clipped: some were.
     held: nothing was updated, since the loss was not finite. share: of the gradients, those subnormal in fp16; None where that was not measured.
     """
 
@@ -111,14 +112,14 @@ class Release:
     """The handle of `release`. It listens to the parameters until `remove()`.
 
     clip, max_norm, after_bad: as they were asked for. source: who scales the losses, once known. hold: gradients are added up and nothing is updated.
-    losses: those of this step, noted by whoever scales them.
+    names: of the parameters, by id, where a model was given. losses: those of this step, noted by whoever scales them.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None, clip: Clip | None, max_norm: float | None, after_bad: str) -> None:
         self.clip, self.max_norm, self.after_bad = clip, max_norm, after_bad
         self._single = single(optimizer)
         self._optimizer = ref(optimizer)
-        self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
+        self.names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         self._numbers: dict[int, int] = {}
         self._hooks: list[Any] = []
         self._listening: dict[int, ref[Tensor]] = {}
@@ -128,7 +129,10 @@ class Release:
         self.touched = False  # a backward pass has reached a parameter since this was cleared
         self._removed = False
         self._scale, self._smallest, self._armed = 1.0, 0.0, False
-        self._clear()
+        self._begun, self._held, self._clipped, self._moved = False, False, False, 0  # from here on: of the step at hand
+        self._small, self._present = 0.0, 0.0
+        self._seen: dict[int, tuple[float, float]] = {}
+        self._bad: set[int] = set()
         self._listen()
         vars(optimizer)["halfstep_release"] = self
         present = vars(optimizer).get("step")
@@ -143,8 +147,8 @@ class Release:
         size = sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in held)
         clips = f"clipped to {self.max_norm:g} by {CLIPPED[self.clip]}" if self.clip is not None else "not clipped"
         return (
-            f"gradient release of {len(held)} parameters of {type(optimizer).__name__}: {size / 2**20:.1f} MiB of gradients are freed one by one, {clips}; "
-            f"a bad gradient leaves out {LEFT_OUT[self.after_bad]}"
+            f"gradient release of {len(held)} parameters of {type(optimizer).__name__}: {size / 2**20:.1f} MiB of gradients are freed one by one, "
+            f"{clips}; a bad gradient leaves out {LEFT_OUT[self.after_bad]}"
         )
 
     def remove(self) -> None:
@@ -268,11 +272,11 @@ class Release:
         return numerics.clip_factor(norm, self.max_norm)
 
     def _clear(self) -> None:
-        self._begun, self._held, self._clipped, self._moved = False, False, False, 0
-        self._seen: dict[int, tuple[float, float]] = {}
-        self._bad: set[int] = set()
-        self._small = self._present = 0.0
-        self.losses, self.touched = [], False
+        self._begun = self._held = self._clipped = self.touched = False
+        self._moved, self._small, self._present = 0, 0.0, 0.0
+        self._seen.clear()
+        self._bad.clear()
+        self.losses = []
 
     def _listen(self) -> None:
         """A hook on every parameter that the optimizer has now."""
@@ -285,7 +289,7 @@ class Release:
                 other = handle_of(p)
                 if other is not None and other is not self:
                     raise ConfigError(f"the gradient of {self._called(self._numbers[id(p)], p)} is released by another handle", "remove() that one.")
-                self._hooks.append(p.register_post_accumulate_grad_hook(_Heard(self)))  # type: ignore[no-untyped-call]
+                self._hooks.append(p.register_post_accumulate_grad_hook(_Heard(self)))
                 self._listening[id(p)] = ref(p)
 
     def called(self, numbers: Sequence[int]) -> str:
@@ -295,7 +299,7 @@ class Release:
         return ", ".join(names) + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
 
     def _called(self, number: int, p: Tensor) -> str:
-        return self._names.get(id(p)) or f"parameter {number} of shape {tuple(p.shape)}"
+        return self.names.get(id(p)) or f"parameter {number} of shape {tuple(p.shape)}"
 
     def _alive(self) -> Optimizer:
         optimizer = self._optimizer()

@@ -1,7 +1,7 @@
 """One parameter of an optimizer stepped by itself: what gradient release does inside the backward pass.
 
-halfstep's own optimizers do it by a twin for each parameter, which shares the states and has a kernel's tables of its own. Any other optimizer does it
-through the buckets of `halfstep.optim.wrap`, one for each parameter, once small tensors have shown that this gives the bits of a whole step.
+halfstep's own optimizers do it by a twin for each parameter, which shares the states and has a kernel's tables of its own. Any other optimizer does
+it through the buckets of `halfstep.optim.wrap`, one for each parameter, once small tensors have shown that this gives the bits of a whole step.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
     split24                   2        1         2
     stochastic, plain         2        0         2
 
-A 16-bit weight's gradient takes 4 bytes while micro-batches are added up. A moment takes 4 bytes in fp32, 2 in bf16, and 1 in int8 plus one
+A 16-bit weight's gradient takes 4 bytes while micro-batches are added up, and none between the backward pass and the step where it is released
+(`halfstep.optim.release`) in a window of one micro-batch. A moment takes 4 bytes in fp32, 2 in bf16, and 1 in int8 plus one
 fp32 scale per block of 128 values of a tensor.
 """
 
@@ -90,6 +91,7 @@ class Footprint:
     optimizer: str
     castable: Bytes[float]
     other: Bytes[float]
+    released: bool = False
 
     @property
     def text(self) -> str:
@@ -100,7 +102,7 @@ class Footprint:
         return " and ".join(f"{total} ({shares})" for total, shares in lines)
 
     def __str__(self) -> str:
-        return f"{self.policy} with {self.optimizer}: {self.text}"
+        return f"{self.policy} with {self.optimizer}{' and gradient release' if self.released else ''}: {self.text}"
 
 
 def roles_of(optimizer: Any, group: Mapping[str, Any] | None = None) -> dict[str, Role]:
@@ -138,12 +140,14 @@ def tensor_bytes(
     *,
     castable: bool = True,
     accumulating: bool = False,
+    released: bool = False,
     group: Mapping[str, Any] | None = None,
 ) -> Bytes[int]:
     """Bytes of one trained tensor of `numel` elements (or of a shape, which Adafactor's states depend on), in a training step.
 
     castable: whether the policy may hold it in 16 bits: every use is a cast, or under `*-true` no `fp32=` pattern names its module. It makes no
-    difference under a policy whose weights are all fp32 or all 16-bit. accumulating: micro-batches are added up, in fp32.
+    difference under a policy whose weights are all fp32 or all 16-bit. accumulating: micro-batches are added up, in fp32. released: gradients are
+    freed one by one inside the backward pass, and none lasts unless micro-batches are added up.
     Activations and the temporary buffers of a step are not counted. Raises ConfigError for an optimizer whose states are not known.
     """
     policy = parse(policy)
@@ -151,9 +155,10 @@ def tensor_bytes(
     count = prod(shape)
     states = _states(policy, optimizer, shape, group)
     narrow = policy.weights != "fp32" and (castable or (policy.whole and not policy.fp32))
+    lasts = accumulating or not released
     if not narrow:
-        return Bytes(4 * count, 0, 4 * count, states)
-    return Bytes(2 * count, RESIDUALS[policy.weights] * count, (4 if accumulating else 2) * count, states)
+        return Bytes(4 * count, 0, 4 * count * lasts, states)
+    return Bytes(2 * count, RESIDUALS[policy.weights] * count, (4 if accumulating else 2) * count * lasts, states)
 
 
 def model_bytes(
@@ -162,29 +167,35 @@ def model_bytes(
     optimizer: Any = "AdamW",
     *,
     accumulating: bool = False,
+    released: bool = False,
     group: Mapping[str, Any] | None = None,
 ) -> Bytes[int]:
     """Bytes of a model's trained tensors, given as (number of elements or shape, castable), each shared tensor once."""
     total = Bytes(0, 0, 0, 0)
     for size, castable in sizes:
-        total += tensor_bytes(policy, optimizer, size, castable=castable, accumulating=accumulating, group=group)
+        total += tensor_bytes(policy, optimizer, size, castable=castable, accumulating=accumulating, released=released, group=group)
     return total
 
 
 def bytes_per_parameter(
-    policy: Policy | str, optimizer: Any = "AdamW", *, accumulating: bool = False, group: Mapping[str, Any] | None = None
+    policy: Policy | str,
+    optimizer: Any = "AdamW",
+    *,
+    accumulating: bool = False,
+    released: bool = False,
+    group: Mapping[str, Any] | None = None,
 ) -> Footprint:
-    """Bytes per weight in the limit of large tensors, where counters and a last block that is not full do not count."""
+    """Bytes per weight in the limit of large tensors, where counters and a last block that is not full do not count. released: see `tensor_bytes`."""
     policy = parse(policy)
     side = BLOCK * 2**20  # a matrix this large: what remains of counters, rows and columns is below any digit that is shown
     count = side * side
 
     def each(castable: bool) -> Bytes[float]:
-        whole = tensor_bytes(policy, optimizer, (side, side), castable=castable, accumulating=accumulating, group=group)
+        whole = tensor_bytes(policy, optimizer, (side, side), castable=castable, accumulating=accumulating, released=released, group=group)
         return Bytes(*(round(getattr(whole, f.name) / count, 6) for f in fields(whole)))
 
     name = name_of(optimizer)
-    return Footprint(policy, str(name), each(True), each(False))
+    return Footprint(policy, str(name), each(True), each(False), released)
 
 
 def table(optimizers: Iterable[Any], policies: Iterable[Policy | str]) -> str:

@@ -108,6 +108,8 @@ class StepEngine:
             self.state.buffers.watch(item)
             self.name_parameters(item.named_parameters())
             return None
+        if (handle := releases.handle_for(item)) is not None:
+            releases.bind(self.state, handle)
         return self.state.record(item)
 
     def when_known(self, optimizer: Optimizer, run: Callable[[], object]) -> None:

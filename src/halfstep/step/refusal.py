@@ -40,8 +40,9 @@ def explained(explain: Explain | None, verdict: Verdict, heal: Heal, step: int) 
 
 def refused(result: StepResult) -> StepRefusedError:
     """The error for a single bad step, where the user wants one."""
+    what = "only a part of the step could be applied" if result.applied else "the step could not be applied"
     return StepRefusedError(
-        f"the step could not be applied{' as a whole' if result.applied else ''} ({result.reason}, loss scale {result.scale:g}); not finite: {blamed(result)}. "
+        f"{what} ({result.reason}, loss scale {result.scale:g}); not finite: {blamed(result)}. "
         + (f"{result.detail}. " if result.detail else "")
         + ("" if result.applied else "Nothing was changed"),
         "Catch it and go on with the next batch, or use on_overflow='skip' or 'replay', heal='skip' or 'pin'.",

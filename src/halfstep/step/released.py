@@ -32,7 +32,7 @@ def take(state: StepState, optimizer: Optimizer, handle: Release, closure: Any, 
     if not told.numbers:
         return taking.no_gradients(state, optimizer)
     record.loss = torch.stack([x.to(losses[0].device) for x in losses]).sum() if losses else state.loss
-    verdict = _verdict(state, optimizer, record, told)
+    verdict = _verdict(state, optimizer, handle, record, told)
     record.verdict, record.clipped, record.stalled = verdict, told.clipped, None
     result = taking.told(state, optimizer, record, verdict, heal="skip" if told.moved else state.heal)
     if told.moved and not verdict.fit:
@@ -57,7 +57,7 @@ def _kept(told: Released) -> str:
     return f"{stay} of {len(told.numbers)} parameters stayed as they were, the others were updated before that was known"
 
 
-def _verdict(state: StepState, optimizer: Optimizer, record: Record, told: Released) -> Verdict:
+def _verdict(state: StepState, optimizer: Optimizer, handle: Release, record: Record, told: Released) -> Verdict:
     """The verdict on gradients that are gone, and the measurements for the watch."""
     everybody = parameters(optimizer)
     held = [everybody[n] for n in told.numbers]
@@ -70,8 +70,9 @@ def _verdict(state: StepState, optimizer: Optimizer, record: Record, told: Relea
     blamed = sorted(told.bad, key=lambda n: (peaks[n] == peaks[n], -peaks[n]))  # NaN first, then the largest
     loss = float(record.loss) if told.held and record.loss is not None else 0.0
     culprits = [Culprit("loss", "forward", loss)] if told.held else []
-    culprits += [Culprit(state.called(everybody[n]), "backward", peaks[n]) for n in blamed]
-    nonfinite = tuple(state.called(everybody[n]) for n in blamed if not abs(peaks[n]) < float("inf"))
-    sensed = (float(told.peaks.amax()), told.share) if told.share is not None else (None, None)
-    verdict = Verdict(not culprits, told.grad_norm, not told.held, tuple(culprits[:NAMED]), *sensed, nonfinite=nonfinite)
+    names = {n: handle.names.get(id(everybody[n])) or state.called(everybody[n]) for n in blamed}
+    culprits += [Culprit(names[n], "backward", peaks[n]) for n in blamed]
+    nonfinite = tuple(names[n] for n in blamed if not abs(peaks[n]) < float("inf"))
+    peak = float(told.peaks.amax()) if told.share is not None else None
+    verdict = Verdict(not culprits, told.grad_norm, not told.held, tuple(culprits[:NAMED]), peak, told.share, nonfinite=nonfinite)
     return verdict.not_the_scale() if state.hopeless and not verdict.fit else verdict

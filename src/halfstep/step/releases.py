@@ -37,6 +37,7 @@ def find(state: StepState, reached: Reached) -> None:
         ids = {id(p) for p in (*reached.leaves, *state.owned())} if ids is None else ids
         if handle.reaches(ids):
             bind(state, handle)
+            state.record(handle.optimizer)  # before it steps: what a first meeting changes must not come in the middle of a step
 
 
 def bind(state: StepState, handle: Release) -> None:

@@ -30,7 +30,8 @@ class StepResult:
     """The truth about one optimizer step. `bool(result)` is `result.applied`.
 
     applied: the weights were updated.
-    reason: "applied"; "partly" (gradients are released one by one, and some were bad: their parameters stayed as they were, the others moved); or why not: "accumulating" (micro-batch inside an accumulation window), "overflow" (a gradient is
+    reason: "applied"; "partly" (gradients are released one by one, and some were bad: their parameters stayed as they were, and others moved);
+        or why not: "accumulating" (micro-batch inside an accumulation window), "overflow" (a gradient is
         inf, NaN or above 2^60), "forward-overflow" (a module's outputs do not fit 16 bits, and would fit fp32), "nonfinite-loss",
         "no-gradients". "stopped" is a name kept for later.
     grad_norm: Euclidean norm of the unscaled gradients before clipping; None when no gradient was measured.
@@ -38,7 +39,7 @@ class StepResult:
     scale: the loss scale the gradients were made under; next_scale: the one the next loss will get.
     replays: how often the step was computed again, at a lower scale each time, before this result.
     culprits: what was not finite: modules and inputs, in the order of the forward pass, if it began there; then the loss and gradients, worst first;
-        eight at most, none when applied.
+        eight at most, none when applied as a whole.
     pinned: modules that are held in fp32 from now on, because 16 bits did not hold their values in this step.
     stalled: of the elements with a gradient that is not 0, the share whose stored weight (residual included) is what it was before an applied
         step: their updates rounded away. None when it was not asked for.

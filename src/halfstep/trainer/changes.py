@@ -12,6 +12,7 @@ from torch import nn
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.neftune import add_noise, input_embeddings
 from halfstep.trainer.recompute import recompute_blocks
+from halfstep.trainer.releasing import end_release
 
 logger = logging.getLogger("halfstep")
 
@@ -58,5 +59,7 @@ class Changes:
                 logger.info("gradient checkpointing: %d blocks are computed again in the backward pass", len(made.blocks))
             if self.args.neftune_noise_alpha is not None:
                 stack.callback(add_noise(self.model, self.args.neftune_noise_alpha).remove)
+            if self.args.gradient_release:
+                stack.callback(end_release, self.model)
             stack.enter_context(self.in_use())
             yield

@@ -32,9 +32,10 @@ from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import TrainOutput, record_of
 from halfstep.trainer.processing import write_processing
 from halfstep.trainer.ranks import accelerator_for, agree_on, batches_gone, dealt, mean_loss, share_losses, used_in, weight_of
+from halfstep.trainer.releasing import release_gradients
 from halfstep.trainer.reporting import Reporting
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
-from halfstep.trainer.rules import follow_rules, note_pins
+from halfstep.trainer.rules import follow_rules
 from halfstep.trainer.schedules import follows_metric
 from halfstep.trainer.speed import Meter, speed_metrics
 from halfstep.trainer.state import OF_THIS_CALL, Losses, TrainerControl, TrainerState
@@ -214,6 +215,7 @@ class TrainingLoop(Reporting):
         self._prepare_run()
         self.create_optimizer_and_scheduler(num_training_steps=self.state.max_steps)
         self.optimizer, self.lr_scheduler = self.accelerator.prepare(self.optimizer, self.lr_scheduler)
+        release_gradients(self.accelerator, self.model, self.optimizer, a)
         self.lr_scheduler.times = 1  # the schedule counts the steps of all ranks together
         self.optimizer_in_use, self.scheduler_in_use = self.optimizer, self.lr_scheduler
         self._follows_metric = follows_metric(self.scheduler_in_use)
@@ -263,8 +265,7 @@ class TrainingLoop(Reporting):
         self._meter.add(samples, inputs if tokens else None)
         self.state.replayed_steps += result.replays > 0
         self.state.last_grad_norm, self._last = result.grad_norm, result
-        if result.pinned:
-            self.log(note_pins(self.run.path, self.model, result.pinned, self.accelerator.is_main_process))
+        self._tell(result)
         self._losses.add(result.loss_tensor)
         self.state.batches_in_epoch += len(window)
         size = len(loader) if self._per_epoch is not None else max(1, self.state.batches_in_epoch)
@@ -298,7 +299,7 @@ class TrainingLoop(Reporting):
         """Compute and step, and replay if need be. A step that ends the run is counted and logged before that."""
         compute = functools.partial(self._compute, window, self._items_in(window))
         late = step_options(self.args, self.optimizer_in_use, self.callbacks, self.state.global_step, self.state.max_steps)
-        self._clips_late = late["max_norm"] is not None
+        self._clips_late = late["max_norm"] is not None or bool(self.args.gradient_release)
         try:
             if self.args.on_overflow == "replay" or self.args.heal == "pin":
                 again = self.args.on_overflow == "replay"
@@ -368,9 +369,8 @@ class TrainingLoop(Reporting):
         """A record of the steps since the last one; a loss among them that is not finite shows in the mean."""
         if not self._losses.count:
             return
-        mean, self._losses = share_losses(self.accelerator.ranks, self._losses).mean(), Losses()
-        record = {"loss": mean, "grad_norm": self.state.last_grad_norm}
-        record |= {"learning_rate": self.state.last_learning_rate, "scale": self.accelerator.scaler.get_scale()}
+        s, scale, mean = self.state, self.accelerator.scaler.get_scale(), share_losses(self.accelerator.ranks, self._losses).mean()
+        record, self._losses = {"loss": mean, "grad_norm": s.last_grad_norm, "learning_rate": s.last_learning_rate, "scale": scale}, Losses()
         record |= {"reduced_bytes": self.accelerator.reduced_bytes} if self.accelerator.num_processes > 1 else {}
         record |= outputs.watched(self._last) if self._last is not None else self.state.watched
         if self.counts_tokens:

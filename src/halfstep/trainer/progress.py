@@ -72,6 +72,8 @@ class ProgressCallback(TrainerCallback):
         if "pinned" in logs:
             for name, why in zip(logs["pinned"], logs["why"], strict=True):
                 self._print(f"step {state.global_step + 1}: {name} is held in fp32 from now on: {why}")
+        if logs.get("reason") == "partly":
+            self._print(f"step {state.global_step + 1} applied in part: {', '.join(logs['culprits'][:3])}: {logs['detail']}")
         if logs.get("near", self._near) != self._near:
             self._near = logs["near"]
             self._print(f"step {state.global_step}: {self._near}")

@@ -11,9 +11,13 @@ from torch import nn
 
 from halfstep.accelerator import Accelerator
 from halfstep.optim import EMA
+from halfstep.step import StepResult
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.averaging import NoAverage
 from halfstep.trainer.callbacks import CallbackList
+from halfstep.trainer.outputs import record_of
+from halfstep.trainer.ranks import mean_loss
+from halfstep.trainer.rules import note_pins
 from halfstep.trainer.run import RunFolder
 from halfstep.trainer.speed import shown, speed_metrics, write_json, write_metrics
 from halfstep.trainer.state import TrainerControl, TrainerState
@@ -40,6 +44,13 @@ class Reporting(ABC):
         self._eval_loader: Any = None  # of the evaluation going on, or of the last one
         self._average = NoAverage()  # of the run's weights
         self._tokens_at_start = 0  # tokens seen before this call of train()
+
+    def _tell(self, result: StepResult) -> None:
+        """Records of a step out of turn: modules that are held in fp32 from now on, and weights that a bad gradient has left out."""
+        if result.pinned:
+            self.log(note_pins(self.run.path, self.model, result.pinned, self.accelerator.is_main_process))
+        if result.reason == "partly":
+            self.log(mean_loss(self.accelerator.ranks, record_of(result)) | {"detail": result.detail})
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, or a class of callbacks, after those there are. Objects of transformers.TrainerCallback work too."""

@@ -1,6 +1,7 @@
 """`TrainingArguments`: the settings of a run, in groups of one topic each, with their spellings, checks and text forms."""
 
 from halfstep.trainer.arguments.checks import check_types as check_types
+from halfstep.trainer.arguments.checks import clip_of as clip_of
 from halfstep.trainer.arguments.checks import hints_of as hints_of
 from halfstep.trainer.arguments.names import MEANT as MEANT
 from halfstep.trainer.arguments.names import NOT_CARRIED as NOT_CARRIED

@@ -131,6 +131,8 @@ def check_together(args: Any) -> None:
         for name, given, default in (("ema_warmup", args.ema_warmup, "none"), ("ema_in_evaluation", args.ema_in_evaluation, True)):
             if given != default:
                 raise ConfigError(f"{name}={given!r} has no effect without ema_decay", "Use for example ema_decay=0.999.")
+    if args.gradient_release:
+        _check_release(args)
     needs = {
         "gradient_checkpointing_kwargs": "gradient_checkpointing",
         "torch_compile_backend": "torch_compile",
@@ -145,6 +147,31 @@ def check_together(args: Any) -> None:
             raise ConfigError(f"{name}={value!r} has no effect without worker processes", "Use dataloader_num_workers=1 or more.")
     if args.bf16_full_eval and args.fp16_full_eval:
         raise ConfigError("bf16_full_eval=True and fp16_full_eval=True were both given", "Leave one of them out.")
+
+
+def clip_of(args: Any) -> Literal["per_parameter", "last"] | None:
+    """How released gradients are clipped; None for not at all."""
+    if not args.max_grad_norm:
+        return None
+    return "per_parameter" if args.gradient_release == "per_parameter" else "last"
+
+
+def _check_release(args: Any) -> None:
+    """Checks on what needs gradients that stay."""
+    asked = f"gradient_release={args.gradient_release!r}"
+    if isinstance(args.gradient_release, str) and not args.max_grad_norm:
+        raise ConfigError(f"{asked} says how to clip, and max_grad_norm={args.max_grad_norm} clips nothing", "Use gradient_release=True.")
+    if args.log_stalled:
+        raise ConfigError(f"log_stalled=True compares weights around a step, and with {asked} they move before it", "Leave one of them out.")
+    if args.gradient_checkpointing and dict(args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ConfigError(
+            f"use_reentrant=True makes gradients of a weight in several parts, and {asked} uses each at once",
+            "Use gradient_checkpointing_kwargs={'use_reentrant': False}.",
+        )
+    if args.on_overflow == "replay" and args.policy.scale.kind != "none":
+        raise ConfigError(
+            f"on_overflow='replay' (the default) runs a step again, and with {asked} it is half applied by then", "Use on_overflow='skip' or 'raise'."
+        )
 
 
 def _check_evaluation(args: Any) -> None:
