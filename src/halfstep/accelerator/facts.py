@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -70,9 +71,8 @@ class Signature:
         for part, modules, parameters, before in self.structure:
             if part._modules is not modules or part._parameters is not parameters or len(modules) + len(parameters) != len(before):
                 return False
-            for now, then in zip(chain(modules.values(), parameters.values()), before, strict=True):
-                if now is not then:
-                    return False
+            if not all(map(is_, chain(modules.values(), parameters.values()), before)):
+                return False
         return bool(self.structure) and all(p.dtype is dtype and place.holds(p) for p, place, dtype in self.memory)
 
 

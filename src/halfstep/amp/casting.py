@@ -271,6 +271,8 @@ def _computed_again() -> bool:
 
 def upcast(value: Any) -> Any:
     """`value` with every 16-bit floating tensor in it cast to fp32; containers keep their type, other objects are returned as they are."""
+    if type(value) is dict and all(type(v) is Tensor and v.dtype is torch.float32 for v in value.values()):  # what most models give
+        return value
     return cast_floating(value, torch.float32)
 
 

@@ -29,7 +29,10 @@ class Follower:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the weights moved since the last call; else hold still."""
-        self._engine.when_known(self._optimizer, lambda: self._advance(*args, **kwargs))
+        if self._engine.state.record(self._optimizer).pending is None:
+            self._advance(*args, **kwargs)
+        else:
+            self._engine.when_known(self._optimizer, lambda: self._advance(*args, **kwargs))
 
     def _advance(self, *args: Any, **kwargs: Any) -> None:
         applied = self._engine.state.record(self._optimizer).applied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,6 +79,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
         self.callbacks: list[Any] = list(callbacks)
+        self._found: dict[str, tuple[list[Any], list[Any]]] = {}  # who listens to an event, beside the callbacks that it was found for
 
     def add(self, callback: Any) -> None:
         """Add a callback, or a class of callbacks to make one of. Raises ConfigError for an object that has none of the events."""
@@ -98,8 +100,13 @@ class CallbackList:
 
     def listeners(self, event: str) -> list[Any]:
         """The callbacks that do something at `event`."""
+        known = self._found.get(event)
+        if known is not None and len(known[0]) == len(self.callbacks) and all(map(operator.is_, known[0], self.callbacks)):
+            return known[1]
         empty = f"TrainerCallback.{event}"  # of a base class, ours or transformers'
-        return [c for c in self.callbacks if (m := getattr(c, event, None)) is not None and getattr(m, "__qualname__", "") != empty]
+        listening = [c for c in self.callbacks if (m := getattr(c, event, None)) is not None and getattr(m, "__qualname__", "") != empty]
+        self._found[event] = list(self.callbacks), listening
+        return listening
 
     def listens(self, event: str) -> bool:
         """Whether a callback does something at `event`."""
@@ -110,6 +117,8 @@ class CallbackList:
         for callback in self.listeners(event):
             returned = getattr(callback, event)(args, state, control, **kwargs)
             control = control if returned is None else returned
+        if not event.startswith("on_s"):  # not in every step: a callback may have given itself a method meanwhile
+            self._found.clear()
         return control
 
 

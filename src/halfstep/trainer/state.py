@@ -88,14 +88,15 @@ class Losses:
     def add(self, loss: Tensor | None) -> None:
         """Add the loss of a step, if it had one."""
         if loss is not None:
-            self._waiting.append(loss)
+            self._waiting.append(loss.detach())
             self.count += 1
             if len(self._waiting) >= self.MOST:
                 self._read()
 
     def _read(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for value in torch.stack([loss.detach().double() for loss in waiting]).tolist() if waiting else ():
+        alike = len({(loss.dtype, loss.device) for loss in waiting}) < 2
+        for value in torch.stack(waiting if alike else [loss.double().cpu() for loss in waiting]).tolist() if waiting else ():
             self._sum += value  # one by one: a resumed run adds up in the same order
 
     @property

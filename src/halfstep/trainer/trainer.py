@@ -246,7 +246,7 @@ class Trainer(Feeding, Evaluating):
 
         A loss in which num_items_in_batch was used is a share of the window's; any other is a mean, and divided by the micro-batches of the window.
         """
-        if not all(part.training for part in model.modules()):
+        if not _trains(model):
             model.train()
         inputs = self._prepare_inputs(inputs)
         items = noting(num_items_in_batch)
@@ -272,3 +272,15 @@ class Trainer(Feeding, Evaluating):
         self.accelerator.save_model(self.model, folder, average=self._average.to_save)
         if self.accelerator.is_main_process:
             write_processing(self.processing_class, folder)
+
+
+def _trains(model: nn.Module) -> bool:
+    """Whether every part is in training mode. Asked before every backward pass: without the names that `modules()` makes on its way."""
+    parts: list[nn.Module | None] = [model]
+    while parts:
+        part = parts.pop()
+        if part is not None:
+            if not part.training:
+                return False
+            parts.extend(part._modules.values())
+    return True
