@@ -1,4 +1,4 @@
-"""An AdamW step by the plain definitions of `halfstep.numerics` alone, and tensors to try it on: what a kernel must equal bit for bit."""
+"""A step by the plain definitions of `halfstep.numerics` alone, and tensors to try it on: what a kernel must equal bit for bit."""
 
 from __future__ import annotations
 
@@ -8,38 +8,42 @@ import torch
 from torch import Tensor
 
 from halfstep import numerics
-from halfstep.kernels.cpu import Item, State, Step
-from halfstep.numerics import updates
+from halfstep.kernels.items import Item, State
+from halfstep.numerics import Settings
 
 HALF = (torch.bfloat16, torch.float16)
 STORAGES = [("fp32", torch.float32), *((name, dtype) for name in ("split", "split24", "kahan", "stochastic", "plain") for dtype in HALF)]
 CODECS = ("fp32", "bf16", "int8")
+ROLES = ("first", "second")
 
 
 @dataclass
 class Weight:
-    """One weight, its residual and its moments, held the way that a storage and two codecs hold them; all tensors flat."""
+    """One weight, its residual and its states, held the way that a storage and the codecs of the states hold them; all tensors flat.
+
+    codecs: of the first and of the second moment, as many as the rule has.
+    """
 
     storage: str
     dtype: torch.dtype
-    codecs: tuple[str, str]
+    codecs: tuple[str, ...]
     parameter: int
     weight: Tensor = field(init=False)
     residual: Tensor | None = field(init=False, default=None)
-    first: State = field(init=False)
-    second: State = field(init=False)
+    states: list[State] = field(init=False)
 
     def fill(self, values: Tensor) -> Weight:
-        """Begin with these fp32 weights and moments of 0."""
+        """Begin with these fp32 weights and states of 0."""
         self.write(values, None)
         zeros = torch.zeros_like(values)
-        self.first, self.second = (encode(zeros, codec, role, None) for codec, role in zip(self.codecs, ("first", "second"), strict=True))
+        self.states = [encode(zeros.clone(), codec, role, None) for codec, role in zip(self.codecs, ROLES, strict=False)]
         return self
 
     def item(self) -> Item:
         """What the kernel takes: copies of all tensors."""
-        copies = [s.clone() if isinstance(s, Tensor) else (s[0].clone(), s[1].clone()) for s in (self.first, self.second)]
-        return Item(self.weight.clone(), self.storage, None if self.residual is None else self.residual.clone(), *copies, self.parameter)
+        copies = [s.clone() if isinstance(s, Tensor) else (s[0].clone(), s[1].clone()) for s in self.states]
+        residual = None if self.residual is None else self.residual.clone()
+        return Item(self.weight.clone(), self.storage, residual, *[*copies, None, None][:2], parameter=self.parameter)
 
     def read(self) -> Tensor:
         """The fp32 weights."""
@@ -64,15 +68,14 @@ class Weight:
         else:
             self.weight = numerics.cast(values, self.dtype)
 
-    def step(self, gradient: Tensor, settings: Step, factor: float, seed: int, noise_step: int | None = None) -> None:
-        """One AdamW step."""
-        bits = numerics.Noise(seed, self.parameter, settings.step if noise_step is None else noise_step).bits(gradient.numel())
-        p, m, v = self.read(), decode(self.first, "first", gradient.shape), decode(self.second, "second", gradient.shape)
-        numbers = {name: getattr(settings, name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "step", "maximize")}
-        updates.adamw_(p, gradient.float() * factor, m, v, **numbers)
+    def step(self, gradient: Tensor, settings: Settings, factor: float, seed: int, noise_step: int) -> None:
+        """One step."""
+        bits = numerics.Noise(seed, self.parameter, noise_step).bits(gradient.numel())
+        p, states = self.read(), [decode(s, role, gradient.shape) for s, role in zip(self.states, ROLES, strict=False)]
+        settings.update_(p, gradient.float() * factor, *states)
         mixed = numerics.state_noise(bits)
-        self.first = encode(m, self.codecs[0], "first", mixed & 0xFFFF)
-        self.second = encode(v, self.codecs[1], "second", (mixed >> 16) & 0xFFFF)
+        noises = (mixed & 0xFFFF, (mixed >> 16) & 0xFFFF)
+        self.states = [encode(*each) for each in zip(states, self.codecs, ROLES, noises, strict=False)]
         self.write(p, bits)
 
 
@@ -94,7 +97,8 @@ def decode(state: State, role: str, shape: torch.Size) -> Tensor:
 
 def raw(item: Item | Weight) -> list[Tensor]:
     """All tensors of an item as integers: equal only where all bits are."""
-    states = [t for s in (item.first, item.second) for t in ((s,) if isinstance(s, Tensor) else s)]
+    held = item.states if isinstance(item, Weight) else [s for s in (item.first, item.second) if s is not None]
+    states = [t for s in held for t in ((s,) if isinstance(s, Tensor) else s)]
     views = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
     tensors = [item.weight, *([] if item.residual is None else [item.residual]), *states]
     return [t.contiguous().view(views.get(t.dtype, t.dtype)) for t in tensors]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("numba", reason="the compiled kernels need numba: pip install 'halfstep[cpu]'")
 from halfstep.kernels import cpu
+from halfstep.kernels.items import Item
+from halfstep.numerics import AdamWStep
 
 SIZES = (0, 1, 7, 127, 128, 129, 5000)
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,14 +40,14 @@ def make(kinds: list[tuple[str, torch.dtype, tuple[str, str], int]], generator: 
     return [Weight(storage, dtype, codecs, number).fill(weights_of(size, generator)) for number, (storage, dtype, codecs, size) in enumerate(kinds)]
 
 
-def check(weights: list[Weight], gradients: list[list[Tensor]], settings: list[list[cpu.Step]], factors: list[float]) -> list[cpu.Item]:
+def check(weights: list[Weight], gradients: list[list[Tensor]], settings: list[list[AdamWStep]], factors: list[float]) -> list[Item]:
     """Take the same steps both ways; the items that the kernel changed."""
     items = [weight.item() for weight in weights]
     plan = cpu.Plan(items, SEED)
     for step, factor in enumerate(factors):
-        plan.run(gradients[step], settings[step], factor)
+        plan.run(gradients[step], settings[step], factor, step)
         for weight, gradient, setting in zip(weights, gradients[step], settings[step], strict=True):
-            weight.step(gradient, setting, factor, SEED)
+            weight.step(gradient, setting, factor, SEED, step)
         found = [line for line in map(different, items, weights) if line]
         assert not found, f"step {step + 1}: {found[0]} (and {len(found) - 1} other weights)"
     return items
@@ -58,7 +60,7 @@ def test_every_storage_and_codec_has_the_bits_of_the_plain_step(storage: str, dt
     kinds = [(storage, dtype, codecs, size) for codecs in product(CODECS, CODECS) for size in SIZES]
     weights = make(kinds, generator)
     gradients = [[gradient_of(kind[3], gradient, generator) for kind in kinds] for _ in range(3)]
-    settings = [[cpu.Step(3e-3, 0.9, 0.99, 1e-8, 0.1, step)] * len(kinds) for step in (1, 2, 3)]
+    settings = [[AdamWStep(3e-3, 0.9, 0.99, 1e-8, 0.1, step)] * len(kinds) for step in (1, 2, 3)]
     check(weights, gradients, settings, [2.0**-10, 1.0, 0.37 * 2.0**-10])
 
 
@@ -69,7 +71,7 @@ def mixed() -> list[tuple[str, torch.dtype, tuple[str, str], int]]:
     return [(storage, dtype, codec, size) for (storage, dtype), codec, size in zip(STORAGES, codecs, sizes, strict=True)]
 
 
-def mixed_run(threads: int) -> tuple[list[Weight], list[cpu.Item]]:
+def mixed_run(threads: int) -> tuple[list[Weight], list[Item]]:
     """Four steps of `mixed()`: settings and gradient formats differ from weight to weight, and one step goes without some gradients."""
     generator = torch.Generator().manual_seed(3)
     weights = make(mixed(), generator)
@@ -80,7 +82,7 @@ def mixed_run(threads: int) -> tuple[list[Weight], list[cpu.Item]]:
         for step in range(1, 5):
             gradients = [gradient_of(kind[3], FORMATS[(number + step) % 3], generator) for number, kind in enumerate(mixed())]
             given = [None if step == 3 and number % 3 == 1 else gradient for number, gradient in enumerate(gradients)]
-            settings = [cpu.Step(1e-3 * (1 + number), 0.9, 0.95 + 0.004 * number, 1e-6, 0.01, step, number % 2 == 1) for number in range(len(items))]
+            settings = [AdamWStep(1e-3 * (1 + number), 0.9, 0.95 + 0.004 * number, 1e-6, 0.01, step, number % 2 == 1) for number in range(len(items))]
             plan.run(given, settings, 0.25, noise_step=100 + step)
             for weight, gradient, setting in zip(weights, given, settings, strict=True):
                 if gradient is not None:
@@ -119,7 +121,7 @@ def test_every_finite_weight_with_every_kind_of_residual_is_read_and_written_ali
             weight.residual = low.to(torch.int16).view(dtype).nan_to_num(0.0, 0.0, 0.0)
         weights.append(weight)
     gradient = torch.zeros(len(codes))
-    check(weights, [[gradient] * len(weights)], [[cpu.Step(0.0, 0.9, 0.999, 1e-8, 0.0, 1)] * len(weights)], [1.0])
+    check(weights, [[gradient] * len(weights)], [[AdamWStep(0.0, 0.9, 0.999, 1e-8, 0.0, 1)] * len(weights)], [1.0])
 
 
 @pytest.mark.parametrize("codecs", list(product(CODECS, CODECS)))
@@ -130,14 +132,14 @@ def test_moments_of_all_magnitudes_are_encoded_alike(codecs: tuple[str, str]) ->
     rows[5], rows[6] = 0.0, magnitudes[6]
     gradient = rows.reshape(-1)
     weights = [Weight("fp32", torch.float32, codecs, number).fill(torch.zeros_like(gradient)) for number in range(4)]
-    steps = [[cpu.Step(1e-3, 0.9, 0.999, 1e-8, 0.01, step)] * 4 for step in range(1, 5)]
+    steps = [[AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, step)] * 4 for step in range(1, 5)]
     check(weights, [[gradient * sign] * 4 for sign in (1, 0.5, 0, -1)], steps, [1.0] * 4)
 
 
 def test_codes_of_a_moment_between_two_levels_follow_the_noise_of_every_value() -> None:
     gradient = torch.full((2**16,), 0.3).index_fill(0, torch.arange(0, 2**16, 128), 1.0)
     weights = [Weight("fp32", torch.float32, ("int8", "int8"), number).fill(torch.zeros_like(gradient)) for number in range(3)]
-    items = check(weights, [[gradient] * 3], [[cpu.Step(1e-3, 0.9, 0.999, 1e-8, 0.01, 1)] * 3], [1.0])
+    items = check(weights, [[gradient] * 3], [[AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 1)] * 3], [1.0])
     for item in items:
         for state in (item.first, item.second):
             assert len(set(state[0].tolist())) == 3, "the block's largest, and two levels that the others are spread over"

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import loops, pool
+from halfstep.kernels.codes import FORMATS, FP32, RESIDUALS, STORAGES
 from halfstep.kernels.compile import compiled, floats, halves, signed_bytes
-from halfstep.kernels.cpu import CHUNK, FORMATS, PIECES, RESIDUALS, STORAGES
+from halfstep.kernels.cpu import CHUNK, PIECES
 
 Entry = tuple[Tensor, str, Tensor | None, Tensor]  # weight, storage, residual, average
 
@@ -29,7 +30,7 @@ def _average(rows, chunks, share, space, first, last):
         for start in range(begin, end, loops.STRETCH):
             n = min(loops.STRETCH, end - start)
             new = floats(weight, start, n)
-            if form != loops.FP32:
+            if form != FP32:
                 new = floats(buffers, loops.P, n)
                 loops._read_weight(storage, form, halves(weight, start, n), halves(residual, start, n), signed_bytes(residual, start, n), new)
             old = floats(average, start, n)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import loops, pool
+from halfstep.kernels.codes import BLOCK, FORMATS, SPLIT24, STOCHASTIC, STORAGES
 from halfstep.kernels.compile import compiled, floats, halves, naturals, signed_bytes, unsigned_bytes
 
-STORAGES = {"plain": loops.EXACT, "split": loops.SPLIT, "split24": loops.SPLIT24, "kahan": loops.KAHAN, "stochastic": loops.STOCHASTIC}
-FORMATS = {torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
 CHUNK = 1 << 16  # elements that one thread works on in turn: a multiple of the block of 128 that shares a scale
 FIRST, SECOND = 0, 1
 
@@ -34,7 +33,7 @@ def _pack_weight(storage, form, weight, residual, source, key1, key2, space, beg
     for start in range(begin, end, loops.STRETCH):
         n = min(loops.STRETCH, end - start)
         bits = naturals(buffers, loops.BITS, n)
-        if storage in (loops.SPLIT24, loops.STOCHASTIC):
+        if storage in (SPLIT24, STOCHASTIC):
             loops._draw(key1, key2, start, bits, naturals(buffers, loops.MIXED, n))
         high, low, low8 = halves(weight, start, n), halves(residual, start, n), signed_bytes(residual, start, n)
         loops._write_weight(floats(source, start, n), bits, storage, form, high, low, low8)
@@ -111,7 +110,7 @@ def encode_state(values: Tensor, role: str, codec: str, keys: tuple[int, int]) -
         codes, scales = torch.empty(values.shape, dtype=torch.bfloat16), None
     else:
         codes = torch.empty(count, dtype=torch.int8 if role == "first" else torch.uint8)
-        scales = torch.empty(-(-count // loops.BLOCK), dtype=torch.float32)
+        scales = torch.empty(-(-count // BLOCK), dtype=torch.float32)
     about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), values.data_ptr(), *map(np.uint32, keys))
     _share(count, lambda begin, end: pack_state(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
     return codes, scales

@@ -1,8 +1,8 @@
-"""The compiled loops: numba twins of the plain definitions in `halfstep.numerics`, with equal bits.
+"""The compiled loops that read and write: numba twins of the plain definitions in `halfstep.numerics`, with equal bits.
 
-Composed, not multiplied: weights, gradients and states of a stretch are decoded into fp32 buffers that fit the first-level cache, the
-update rule runs on the buffers, and everything is encoded again. Which storage, codec and format it is costs one branch per stretch.
-One combination is written out as well, `_step_split_bf16`: it is bound by memory, and without buffers a fifth faster.
+Composed, not multiplied: weights, gradients and states of a stretch are decoded into fp32 buffers that fit the first-level cache, an update
+rule (`halfstep.kernels.rules`) runs on the buffers, and everything is encoded again. Which storage, codec and format it is costs one branch
+per stretch.
 Rules for this file: 32-bit operations only inside a loop (numba widens int32 to int64 unless told each time, and LLVM then no longer
 vectorises well); no fastmath where bits must agree with a definition; short loops rather than long ones, since a processor looks a hundred
 instructions ahead, and must find several turns of the loop there to have something to do while a root or a division takes its time.
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from halfstep.kernels import scalar
+from halfstep.kernels import codes, scalar
+from halfstep.kernels.codes import BF16, BLOCK, FP32, KAHAN, SPLIT, SPLIT24, STATE_BF16, STATE_FP32, STOCHASTIC
 from halfstep.kernels.compile import compiled, floats, halves, inlined, integers, naturals, part, reordered, signed_bytes, unsigned_bytes
 from halfstep.kernels.scalar import (
     bf16_nearest,
@@ -34,20 +35,15 @@ from halfstep.kernels.scalar import (
 i16, i32, i64, u8, i8, u32, f32, f64 = np.int16, np.int32, np.int64, np.uint8, np.int8, np.uint32, np.float32, np.float64
 
 STRETCH = 512  # elements that are worked on at once: all buffers take 27 KB, less than a first-level cache
-PARTS = (__file__, scalar.__file__)  # all files that are compiled into what calls these
+PARTS = (__file__, scalar.__file__, codes.__file__)  # all files that are compiled into what calls these
 APART = 48  # elements between buffers: at distances of 4096 bytes they would compete for the same cache sets
-BLOCK = 128  # elements that share a scale; this and the next as in numerics.blocks
-LEAST = 6  # the lowest code of a second moment that is not zero
+LEAST = 6  # as in numerics.blocks: the lowest code of a second moment that is not zero
 REACH1, REACH2 = 127 * (1 - 2.0**-22), 255 * (1 - 2.0**-22)  # the number of levels, and so much less that the largest number lies below the last
-
-FP32, BF16, FP16 = 0, 1, 2  # formats of weights and gradients
-EXACT, SPLIT, SPLIT24, KAHAN, STOCHASTIC = 0, 1, 2, 3, 4  # storages; EXACT: fp32 as it is, or 16 bits with nothing beside them
-STATE_FP32, STATE_BF16, STATE_INT8 = 0, 1, 2  # codecs
 
 # columns of the tables
 #   places   addresses of weight, residual, first moment, its scales, second moment, its scales
 #   kinds    storage, format of the weight, codec of the first and of the second moment
-#   scalars  factor of the gradient, then numerics.adamw_scalars
+#   scalars  factor of the gradient, then those of the rule (numerics.Settings.scalars): eight in all
 #   chunks   tensor, first element, end
 # Buffers are known by the address of the first one, as tensors are: numba counts the references to each slice of an array, by locked operations.
 ROW = STRETCH + APART
@@ -172,43 +168,6 @@ def _read_second(codes, scales, out):
             out[begin + j] = _second_value(i32(codes[begin + j]), scale)
     for i in range(whole * BLOCK, codes.shape[0]):
         out[i] = _second_value(i32(codes[i]), scales[whole])
-
-
-# ---- the update rule: the twin of numerics.updates.adamw_ ------------------------------------------------------------------------
-
-
-@part
-def _update(p, g, m, v, root, scalars):
-    decay, rise1, keep2, rise2, root2, floor, size = scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], scalars[7]
-    for i in range(p.shape[0]):
-        gi = g[i]
-        mi = f32(m[i] + f32(f32(gi - m[i]) * rise1))
-        vi = f32(f32(v[i] * keep2) + f32(f32(gi * gi) * rise2))
-        ri = f32(np.sqrt(vi))
-        denominator = f32(f32(ri * root2) + floor)
-        p[i] = f32(f32(p[i] * decay) - f32(f32(mi / denominator) * size))
-        m[i] = mi
-        v[i] = vi
-        root[i] = ri
-
-
-@part
-def _step_split_bf16(high, low, gradient, m, v, scalars):
-    """The same on split bf16 weights with bf16 gradients and fp32 moments, from memory to memory."""
-    factor, decay, rise1, keep2 = scalars[0], scalars[1], scalars[2], scalars[3]
-    rise2, root2, floor, size = scalars[4], scalars[5], scalars[6], scalars[7]
-    for i in range(high.shape[0]):
-        p = i32(i32(i32(high[i]) << i32(16)) + i32(low[i])).view(f32)
-        g = f32(bf16_value(i32(gradient[i])) * factor)
-        mi = f32(m[i] + f32(f32(g - m[i]) * rise1))
-        vi = f32(f32(v[i] * keep2) + f32(f32(g * g) * rise2))
-        denominator = f32(f32(f32(np.sqrt(vi)) * root2) + floor)
-        new = f32(f32(p * decay) - f32(f32(mi / denominator) * size))
-        h = bf16_nearest(new)
-        high[i] = i16(h)
-        low[i] = i16(min(bf16_rest(new, h), i32(0x7FFF)))
-        m[i] = mi
-        v[i] = vi
 
 
 # ---- encoding: out of an fp32 buffer -------------------------------------------------------------------------------------------
@@ -364,6 +323,21 @@ def _write_first(x, k, mixed, scales, codes, root, root_scales, root_k):
 
 
 @part
+def _write_first_alone(x, k, mixed, scales, codes):
+    """The same where there is no second moment."""
+    for block in range(scales.shape[0]):
+        begin, scale = block * BLOCK, scales[block]
+        for j in range(BLOCK):
+            i = begin + j
+            value, level = f32(abs(x[i])), f32(k[i])
+            low, high = _first_value(level, scale), _first_value(f32(level + f32(1)), scale)
+            chance = f32(f32(f32(i32(mixed[i] & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
+            code = i32(k[i] + i32(f32(value - low) > f32(f32(high - low) * chance)))
+            sign = i32(f32(x[i]).view(i32) >> i32(31))
+            codes[i] = i8(i32(i32(code ^ sign) - sign))
+
+
+@part
 def _write_second(x, k, mixed, scales, codes):
     """The same; what is not zero gets the lowest level at least."""
     for block in range(scales.shape[0]):
@@ -459,7 +433,10 @@ def _read_state(codec, address, scales, start, n, first, x):
 
 @inlined
 def _write_int8(first, second, m8, m_scales, v8, v_scales, key1, key2, start, n, buffers):
-    """Both moments, or one, from their buffers, by blocks: the last one is filled up with zeros, and its codes go by way of a buffer."""
+    """Both moments, or one, from their buffers, by blocks: the last one is filled up with zeros, and its codes go by way of a buffer.
+
+    Draws the noise of weights too.
+    """
     blocks = (n + BLOCK - 1) // BLOCK
     whole = blocks * BLOCK
     m, v, root = floats(buffers, M, whole), floats(buffers, V, whole), floats(buffers, ROOT, whole)
@@ -487,45 +464,26 @@ def _write_int8(first, second, m8, m_scales, v8, v_scales, key1, key2, start, n,
             v8[i] = codes[i]
 
 
-# ---- what is called ------------------------------------------------------------------------------------------------------------
+@inlined
+def _write_first_int8(m8, m_scales, key1, key2, start, n, buffers):
+    """The first moment alone, in the same way; draws the noise of weights too."""
+    blocks = (n + BLOCK - 1) // BLOCK
+    whole = blocks * BLOCK
+    m, scale1, k1 = floats(buffers, M, whole), floats(buffers, SCALE1, blocks), integers(buffers, K1, whole)
+    bits, mixed = naturals(buffers, BITS, whole), naturals(buffers, MIXED, whole)
+    for i in range(n, whole):
+        m[i] = f32(0)
+    _scale(m, scale1)
+    _place_first(key1, key2, start, m, scale1, bits, mixed, k1)
+    codes = m8 if n == whole else signed_bytes(buffers, i64(4 * SPARE), whole)
+    _write_first_alone(m, k1, mixed, scale1, codes)
+    for i in range(blocks):
+        m_scales[i] = scale1[i]
+    for i in range(n if n < whole else 0):
+        m8[i] = codes[i]
 
 
-def _adamw(places, kinds, scalars, keys, gradients, forms, chunks, first_chunk, last_chunk, space):
-    buffers, numbers = _first_line(space), i64(scalars.ctypes.data)
-    for chunk in range(first_chunk, last_chunk):
-        t, begin, end = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
-        storage, form, first, second = kinds[t, 0], kinds[t, 1], kinds[t, 2], kinds[t, 3]
-        draws = storage in (SPLIT24, STOCHASTIC) or first == STATE_BF16 or second == STATE_BF16
-        if storage == SPLIT and form == BF16 and forms[t] == BF16 and first == STATE_FP32 and second == STATE_FP32:
-            n = end - begin
-            high, low, g16 = halves(places[t, 0], begin, n), halves(places[t, 1], begin, n), halves(gradients[t], begin, n)
-            _step_split_bf16(high, low, g16, floats(places[t, 2], begin, n), floats(places[t, 4], begin, n), floats(numbers, 8 * t, 8))
-            continue
-        for start in range(begin, end, STRETCH):
-            n = min(STRETCH, end - start)
-            # views of the same places in all formats; only those that the codes above name are touched
-            high, low, low8 = halves(places[t, 0], start, n), halves(places[t, 1], start, n), signed_bytes(places[t, 1], start, n)
-            m8, m_scales = signed_bytes(places[t, 2], start, n), _blocks(places[t, 3], start, n)
-            v8, v_scales = unsigned_bytes(places[t, 4], start, n), _blocks(places[t, 5], start, n)
-            p, bits, mixed = floats(buffers, P, n), naturals(buffers, BITS, n), naturals(buffers, MIXED, n)
-            if form == FP32:
-                p = floats(places[t, 0], start, n)
-            else:
-                _read_weight(storage, form, high, low, low8, p)
-            g = _read_gradient(forms[t], gradients[t], start, n, scalars[t, 0], floats(buffers, G, n))
-            m = _read_state(first, places[t, 2], places[t, 3], start, n, True, floats(buffers, M, n))
-            v = _read_state(second, places[t, 4], places[t, 5], start, n, False, floats(buffers, V, n))
-            _update(p, g, m, v, floats(buffers, ROOT, n), floats(numbers, 8 * t, 8))
-            if first == STATE_INT8 or second == STATE_INT8:
-                _write_int8(first == STATE_INT8, second == STATE_INT8, m8, m_scales, v8, v_scales, keys[t, 0], keys[t, 1], start, n, buffers)
-            elif draws:
-                _draw(keys[t, 0], keys[t, 1], start, bits, mixed)
-            if first == STATE_BF16:
-                _write_bf16_first(m, mixed, halves(places[t, 2], start, n))
-            if second == STATE_BF16:
-                _write_bf16_second(v, mixed, halves(places[t, 4], start, n))
-            if form != FP32:
-                _write_weight(p, bits, storage, form, high, low, low8)
+# ---- what is called, beside the update rules ---------------------------------------------------------------------------------
 
 
 def _squares(addresses, forms, chunks, sums, largest, first, last, space):
@@ -559,6 +517,5 @@ def _sum_of_squares(x):
     return total
 
 
-adamw_chunks = compiled(_adamw, scalar.__file__)
-squares_chunks = compiled(_squares, scalar.__file__)
+squares_chunks = compiled(_squares, *PARTS)
 count_steps = compiled(_count)

@@ -34,6 +34,14 @@ from halfstep.numerics.tables import COUNTS as COUNTS
 from halfstep.numerics.tables import TableLoss as TableLoss
 from halfstep.numerics.tables import different as different
 from halfstep.numerics.tables import table_loss as table_loss
+from halfstep.numerics.updates import AdamWStep as AdamWStep
+from halfstep.numerics.updates import LionStep as LionStep
+from halfstep.numerics.updates import Settings as Settings
+from halfstep.numerics.updates import SGDStep as SGDStep
 from halfstep.numerics.updates import adamw_ as adamw_
 from halfstep.numerics.updates import adamw_scalars as adamw_scalars
 from halfstep.numerics.updates import average_ as average_
+from halfstep.numerics.updates import lion_ as lion_
+from halfstep.numerics.updates import lion_scalars as lion_scalars
+from halfstep.numerics.updates import sgd_ as sgd_
+from halfstep.numerics.updates import sgd_scalars as sgd_scalars

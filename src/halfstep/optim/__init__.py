@@ -25,5 +25,6 @@ from halfstep.optim.release import Release as Release
 from halfstep.optim.release import Released as Released
 from halfstep.optim.release import handle_of as handle_of
 from halfstep.optim.release import release as release
+from halfstep.optim.sgd import SGD as SGD
 from halfstep.optim.storage import STORAGES as STORAGES
 from halfstep.optim.wrap import wrap as wrap

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep import numerics
-from halfstep.errors import CheckpointError, ConfigError
-from halfstep.kernels import cpu_kernels
-from halfstep.optim.base import MasteredOptimizer, evaluated
-from halfstep.optim.codec import Role
-from halfstep.optim.compiled import CompiledAdamW, Work
-from halfstep.optim.masters import master_of
+from halfstep.errors import CheckpointError
+from halfstep.numerics import AdamWStep
+from halfstep.optim.onepass import OnePass
+from halfstep.optim.rule import Rule, in_range
 from halfstep.policy import Policy
 
-ROLES: dict[str, Role] = {"exp_avg": "first", "exp_avg_sq": "second"}
+
+class AdamWRule(Rule):
+    """Two moments, and a step's number to correct them by."""
+
+    name = "AdamW"
+    roles = MappingProxyType({"exp_avg": "first", "exp_avg_sq": "second"})
+    counts = True
+
+    def settings(self, group: Mapping[str, Any], count: int, first: bool) -> AdamWStep:
+        """See Rule."""
+        return AdamWStep(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=count,
+            maximize=bool(group["maximize"]),
+        )
 
 
-class AdamW(MasteredOptimizer):
+class AdamW(OnePass):
     """Adam with decoupled weight decay, as torch.optim.AdamW, for fp32 weights and for 16-bit weights with masters.
 
     params: tensors, (name, tensor) pairs or groups, as in torch. lr may be a tensor of one element.
@@ -35,8 +51,9 @@ class AdamW(MasteredOptimizer):
     Raises ConfigError for sparse gradients and for settings without effect. Source: Loshchilov and Hutter, arXiv:1711.05101.
     """
 
-    roles = ROLES
-    needed = ("step", *ROLES)
+    rule = AdamWRule()
+    roles = rule.roles
+    needed = ("step", *roles)
 
     def __init__(
         self,
@@ -52,36 +69,15 @@ class AdamW(MasteredOptimizer):
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
-        for name, value, good in (
-            ("lr", float(lr), float(lr) >= 0),
-            ("eps", eps, eps >= 0),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-            ("betas", betas, len(betas) == 2 and all(0 <= b < 1 for b in betas)),
-        ):
-            if not good:
-                raise ConfigError(f"{name}={value} is out of range", "betas lie in [0, 1), the others are 0 or more.")
-        self.set_formats(policy, weights, states, seed)
-        self._compiled = CompiledAdamW()
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
-        """Update all parameters that have a gradient; returns the closure's loss, if there is one."""
-        loss = evaluated(closure)
-        if self._compiled.repeated(self, factor):
-            return loss
-        self.settle_masters()
-        everybody = enumerate(((p, g) for g in self.param_groups for p in g["params"]), self.first_number)
-        held = [(number, p, group) for number, (p, group) in everybody if p.grad is not None]
-        work = [Work(number, p, p.grad.detach(), master_of(p), self._state(p, number), group) for number, p, group in held]
-        self.steps += 1
-        if work:
-            torch._foreach_add_([w.state["step"] for w in work], 1.0)
-        kernels = cpu_kernels() if any(w.p.is_cpu for w in work) else None
-        left = work if kernels is None else self._compiled.run(kernels, work, factor, self)
-        for w in left:
-            self._update(w, factor)
-        return loss
+        in_range(
+            "betas lie in [0, 1), the others are 0 or more.",
+            lr=(float(lr), float(lr) >= 0),
+            eps=(eps, eps >= 0),
+            weight_decay=(weight_decay, weight_decay >= 0),
+            betas=(betas, len(betas) == 2 and all(0 <= b < 1 for b in betas)),
+        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, weights, states, policy, seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See MasteredOptimizer. Raises CheckpointError also for a state of the amsgrad variant."""
@@ -93,49 +89,3 @@ class AdamW(MasteredOptimizer):
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)  # others save a number, or an integer tensor
-
-    def _state(self, p: Tensor, number: int) -> dict[str, Any]:
-        """The states of a parameter, made at its first step."""
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise ConfigError(
-                f"parameter {number} of shape {tuple(p.shape)} has a sparse gradient, and AdamW updates every element",
-                "Use sparse=False in its embedding, or torch.optim.SparseAdam.",
-            )
-        state: dict[str, Any] = self.state[p]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            wide = torch.float32 if not (p.is_complex() or p.dtype == torch.float64) else p.dtype
-            for key in ROLES:
-                state[key] = torch.zeros_like(p, dtype=wide, memory_format=torch.preserve_format)
-                if wide == torch.float32:
-                    self.encode(state, key, state[key], number)
-        return state
-
-    def _update(self, w: Work, factor: float) -> None:
-        """The plain definition, for one parameter."""
-        p, state, group = w.p, w.state, w.group
-        weight = w.master.read() if w.master is not None else p.detach()
-        gradient = w.gradient.resolve_conj().to(weight.dtype)
-        if factor != 1.0:
-            gradient = gradient * factor
-        encoded = weight.dtype == torch.float32  # complex and fp64 weights keep their states in their own dtype
-        moments = [self.decoded(state, key, p) if encoded else state[key] for key in ROLES]
-        views = [torch.view_as_real(t) if t.is_complex() else t for t in (weight, gradient, *moments)]
-        numerics.adamw_(
-            *views,
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=int(state["step"]),
-            maximize=bool(group["maximize"]),
-        )
-        if w.master is not None:
-            w.master.write(weight, self.noise(w.number))
-        for key, values in zip(ROLES, moments, strict=True):
-            if encoded:
-                self.encode(state, key, values, w.number)
-
-
-AdamW.step._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs it as it is: there is nothing to fuse

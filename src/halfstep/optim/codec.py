@@ -41,6 +41,9 @@ class Codec(Protocol):
     def decode(self, parts: Mapping[str, Tensor], role: Role, shape: torch.Size) -> Tensor:
         """The fp32 values in `shape`, a new tensor."""
 
+    def zeros(self, p: Tensor, role: Role) -> dict[str, Tensor]:
+        """What `encode` makes of zeros in the shape and strides of `p`, on its device, without making these."""
+
     def is_encoded(self, state: Mapping[str, Any], key: str) -> bool:
         """Whether `state[key]` is in this format."""
 
@@ -58,6 +61,10 @@ class Fp32States:
     def decode(self, parts: Mapping[str, Tensor], role: Role, shape: torch.Size) -> Tensor:
         """See Codec."""
         return parts[""].float().clone()
+
+    def zeros(self, p: Tensor, role: Role) -> dict[str, Tensor]:
+        """See Codec."""
+        return {"": torch.zeros_like(p, dtype=torch.float32, memory_format=torch.preserve_format)}
 
     def is_encoded(self, state: Mapping[str, Any], key: str) -> bool:
         """See Codec."""
@@ -78,6 +85,10 @@ class Bf16States:
         """See Codec."""
         return parts[""].float()
 
+    def zeros(self, p: Tensor, role: Role) -> dict[str, Tensor]:
+        """See Codec."""
+        return {"": torch.zeros_like(p, dtype=torch.bfloat16, memory_format=torch.preserve_format)}
+
     def is_encoded(self, state: Mapping[str, Any], key: str) -> bool:
         """See Codec."""
         return bool(state[key].dtype == torch.bfloat16)
@@ -97,6 +108,11 @@ class Int8States:
     def decode(self, parts: Mapping[str, Tensor], role: Role, shape: torch.Size) -> Tensor:
         """See Codec."""
         return numerics.decode(parts[""], parts[SCALE], role == "first", shape)
+
+    def zeros(self, p: Tensor, role: Role) -> dict[str, Tensor]:
+        """See Codec."""
+        codes = torch.zeros(p.numel(), dtype=torch.int8 if role == "first" else torch.uint8, device=p.device)
+        return {"": codes, SCALE: torch.zeros(-(-p.numel() // numerics.BLOCK), dtype=torch.float32, device=p.device)}
 
     def is_encoded(self, state: Mapping[str, Any], key: str) -> bool:
         """See Codec."""

@@ -25,6 +25,9 @@ def converted(saved: Mapping[str, Any], p: Tensor, number: int, roles: Mapping[s
     for key, value in saved.items():
         if key.endswith(SCALE) and key.removesuffix(SCALE) in saved:
             continue
+        if isinstance(value, Tensor) and key in roles and value.dtype == torch.float16:
+            value = value.float()  # as optimizers that know no masters keep it beside an fp16 weight
+            saved = {**saved, key: value}
         known = codec_of(saved, key) if isinstance(value, Tensor) and key in roles else None
         if not isinstance(value, Tensor) or key not in roles or (known is None and value.shape == p.shape):
             state[key] = _moved(key, value, p)  # counters; fp64 and complex states are never encoded

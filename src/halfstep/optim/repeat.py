@@ -18,9 +18,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.optim.masters import Master
+from halfstep.optim.rule import Rule
+
+NOTHING: dict[str, Any] = {}  # the state of a weight whose rule keeps none
 
 if TYPE_CHECKING:
-    from halfstep.optim.base import MasteredOptimizer
+    from halfstep.optim.onepass import OnePass
 
 
 class Repeat:
@@ -29,12 +32,11 @@ class Repeat:
     plan: the kernel's tables for `params`, in their order. Keeps no gradient. Cost of a step: about 2 us per tensor beside the kernel.
     """
 
-    def __init__(
-        self, kernels: ModuleType, optimizer: MasteredOptimizer, plan: Any, params: Sequence[Tensor], masters: Sequence[Master | None]
-    ) -> None:
-        self._settings, self._plan, self._formats = _settings(optimizer), plan, kernels.FORMATS
+    def __init__(self, kernels: ModuleType, optimizer: OnePass, plan: Any, params: Sequence[Tensor], masters: Sequence[Master | None]) -> None:
+        self._settings, self._plan, self._formats, self._rule = _settings(optimizer), plan, kernels.FORMATS, optimizer.rule
         self._groups = list(optimizer.param_groups)
         self._sizes = [len(group["params"]) for group in self._groups]
+        self._kept = [optimizer.rule.kept(group) for group in self._groups]
         self._everybody = optimizer.everybody()
         self._params = list(params)
         chosen = {id(p) for p in params}
@@ -45,21 +47,22 @@ class Repeat:
         held = [(p, m) for p, m in zip(params, masters, strict=True) if m is not None]
         self._narrow, self._masters = [p for p, _ in held], [m for _, m in held]
         self._residuals = [m.residual for m in self._masters]
-        self._states = [optimizer.state[p] for p in params]
+        self._states = [optimizer.state.get(p, NOTHING) for p in params]
         self._keys = [tuple(key for key, value in state.items() if isinstance(value, Tensor)) for state in self._states]
         self._moments = [state[key] for state, keys in zip(self._states, self._keys, strict=True) for key in keys]
         self._tensors = [*self._params, *(r for r in self._residuals if r is not None), *self._moments]
         self._addresses = [t.data_ptr() for t in self._tensors]
-        self._steps = np.array([state["step"].data_ptr() for state in self._states], dtype=np.int64)
+        counted = self._states if self._rule.counts else ()
+        self._steps = np.array([state["step"].data_ptr() for state in counted], dtype=np.int64)
 
     @staticmethod
-    def takes(params: Iterable[Tensor], states: Iterable[dict[str, Any]]) -> bool:
-        """Whether a step of these can be repeated: all are on the CPU, and their steps are counted in fp32."""
-        steps = [state.get("step") for state in states]
+    def takes(rule: Rule, params: Iterable[Tensor], states: Iterable[dict[str, Any]]) -> bool:
+        """Whether a step of these can be repeated: all are on the CPU, and their steps, if the rule counts any, are counted in fp32."""
+        steps = [state.get("step") for state in states] if rule.counts else []
         counted = all(isinstance(s, Tensor) and s.dtype == torch.float32 and s.is_cpu and s.numel() == 1 for s in steps)
         return counted and all(p.is_cpu and p.is_contiguous() for p in params)
 
-    def run(self, kernels: ModuleType, optimizer: MasteredOptimizer, factor: float) -> bool:
+    def run(self, kernels: ModuleType, optimizer: OnePass, factor: float) -> bool:
         """Take the step, if everything is as it was; the step is counted then. False with nothing done otherwise."""
         try:
             gradients = self._gradients(optimizer)
@@ -71,7 +74,8 @@ class Repeat:
         if None in forms:
             return False
         optimizer.steps += 1
-        scalars = self._scalars(kernels, kernels.count_steps(self._steps), factor)
+        counts = kernels.count_steps(self._steps) if self._rule.counts else np.zeros(len(self._params), dtype=np.float32)
+        scalars = self._scalars(kernels, counts, factor)
         addresses = np.array([g.data_ptr() for g in gradients], dtype=np.int64)
         self._plan.launch(addresses, np.array(forms, dtype=np.int32), scalars, optimizer.steps)
         increment_version(self._params)
@@ -79,7 +83,7 @@ class Repeat:
             master.wrote(counted=True)
         return True
 
-    def _gradients(self, optimizer: MasteredOptimizer) -> list[Tensor] | None:
+    def _gradients(self, optimizer: OnePass) -> list[Tensor] | None:
         """The gradients of `params`, each as the kernel takes it; None where anything is different."""
         groups, state = optimizer.param_groups, optimizer.state
         held = [p for group in groups for p in group["params"]]
@@ -88,6 +92,7 @@ class Repeat:
             _settings(optimizer) != self._settings
             or not _same(groups, self._groups)
             or [len(group["params"]) for group in groups] != self._sizes
+            or [self._rule.kept(group) for group in groups] != self._kept
             or not _same(held, self._everybody)
             or [g is not None for g in found] != self._chosen
             or [p.dtype for p in self._params] != self._dtypes
@@ -95,7 +100,7 @@ class Repeat:
             or not _same([m._parameter() for m in self._masters], self._narrow)
             or not _same([p.halfstep_master for p in self._narrow], self._masters)  # type: ignore[attr-defined]
             or not _same([m.residual for m in self._masters], self._residuals)
-            or not _same([state[p] for p in self._params], self._states)
+            or not _same([state.get(p, NOTHING) for p in self._params], self._states)
             or not _same([s[key] for s, keys in zip(self._states, self._keys, strict=True) for key in keys], self._moments)
             or [t.data_ptr() for t in self._tensors] != self._addresses
             or False in [p.is_contiguous() for p in self._params]
@@ -108,28 +113,15 @@ class Repeat:
 
     def _scalars(self, kernels: ModuleType, counts: Any, factor: float) -> Any:
         """The row of each weight: one for all of a group that have taken as many steps."""
-        rows, of = np.empty((len(counts), 8), dtype=np.float32), self._group_of
+        rows, of = np.empty((len(counts), kernels.ROW), dtype=np.float32), self._group_of
         for number in np.unique(of):
             group, here = self._groups[number], of == number
             for count in np.unique(counts[here]):
-                rows[here & (counts == count)] = step_of(kernels, group, int(count)).scalars(factor)
+                rows[here & (counts == count)] = kernels.row(self._rule.settings(group, int(count), False), factor)
         return rows
 
 
-def step_of(kernels: ModuleType, group: dict[str, Any], count: int) -> Any:
-    """The kernel's settings of step `count` in a group."""
-    return kernels.Step(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=count,
-        maximize=bool(group["maximize"]),
-    )
-
-
-def _settings(optimizer: MasteredOptimizer) -> tuple[Any, ...]:
+def _settings(optimizer: OnePass) -> tuple[Any, ...]:
     return optimizer.weights, optimizer.codec, optimizer.seed, bool(optimizer._pending)
 
 

@@ -12,18 +12,25 @@ pytest.importorskip("numba", reason="the compiled kernels need numba: pip instal
 from halfstep import numerics
 from halfstep.errors import ConfigError
 from halfstep.kernels import cpu
+from halfstep.kernels.items import Item
+from halfstep.numerics import AdamWStep, LionStep, SGDStep
 
-SETTINGS = cpu.Step(1e-2, 0.9, 0.999, 1e-8, 0.1, 1)
+SETTINGS = AdamWStep(1e-2, 0.9, 0.999, 1e-8, 0.1, 1)
 
 
-def item(weight: torch.Tensor) -> cpu.Item:
+def item(weight: torch.Tensor) -> Item:
     """An fp32 weight with moments of 0 that lie as it does."""
-    return cpu.Item(weight, "fp32", None, torch.zeros_like(weight), torch.zeros_like(weight))
+    return Item(weight, "fp32", None, torch.zeros_like(weight), torch.zeros_like(weight))
 
 
-def split_item() -> cpu.Item:
+def take(items: list[Item], gradients: list[torch.Tensor | None], settings: list[AdamWStep], factor: float = 1.0) -> None:
+    """One step."""
+    cpu.Plan(items).run(gradients, settings, factor)
+
+
+def split_item() -> Item:
     high, low = numerics.split(torch.randn(5, 6), torch.bfloat16)
-    return cpu.Item(high, "split", low, torch.zeros(5, 6), torch.zeros(5, 6))
+    return Item(high, "split", low, torch.zeros(5, 6), torch.zeros(5, 6))
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
@@ -44,7 +51,7 @@ def test_weights_of_any_dense_layout_step_as_contiguous_ones(layout: str) -> Non
     p, m, v = (t.clone(memory_format=torch.contiguous_format) for t in (weight, torch.zeros_like(weight), torch.zeros_like(weight)))
     numerics.adamw_(p, gradient.contiguous() * 0.5, m, v, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1)
     stepped = item(weight)
-    cpu.adamw([stepped], [gradient], [SETTINGS], 0.5)
+    take([stepped], [gradient], [SETTINGS], 0.5)
     assert torch.equal(stepped.weight, p)
     assert torch.equal(stepped.first, m)
     assert torch.equal(stepped.second, v)
@@ -53,7 +60,7 @@ def test_weights_of_any_dense_layout_step_as_contiguous_ones(layout: str) -> Non
 def test_what_lies_around_a_weight_is_not_touched() -> None:
     base, moments = torch.zeros(300), torch.zeros(2, 300)
     part = slice(100, 171)
-    cpu.adamw([cpu.Item(base[part], "fp32", None, moments[0, part], moments[1, part])], [torch.ones(71)], [SETTINGS])
+    take([Item(base[part], "fp32", None, moments[0, part], moments[1, part])], [torch.ones(71)], [SETTINGS])
     for t in (base, moments[0], moments[1]):
         assert bool((t[part] != 0).all())
         assert not t[:100].any()
@@ -62,17 +69,17 @@ def test_what_lies_around_a_weight_is_not_touched() -> None:
 
 def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
     items = [item(torch.ones(5)), item(torch.ones(200)), item(torch.ones(3))]
-    cpu.adamw(items, [torch.ones(5), None, torch.ones(3)], [SETTINGS] * 3)
+    take(items, [torch.ones(5), None, torch.ones(3)], [SETTINGS] * 3)
     assert [bool((i.weight == 1).all()) for i in items] == [False, True, False]
     assert [bool(i.second.any()) for i in items] == [True, False, True]
-    cpu.adamw(items, [None] * 3, [SETTINGS] * 3)
+    take(items, [None] * 3, [SETTINGS] * 3)
 
 
 def test_gradients_are_only_read() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         gradient = torch.randn(1000).to(dtype)
         before = gradient.clone()
-        cpu.adamw([item(torch.ones(1000))], [gradient], [SETTINGS], 0.25)
+        take([item(torch.ones(1000))], [gradient], [SETTINGS], 0.25)
         assert torch.equal(gradient, before)
 
 
@@ -90,11 +97,11 @@ BAD_GRADIENTS = {
 def test_a_gradient_that_does_not_lie_as_its_weight_is_refused_before_anything_is_written(kind: str) -> None:
     items = [item(torch.ones(4)), split_item()]
     with pytest.raises(ConfigError, match="gradient 1 is"):
-        cpu.adamw(items, [torch.ones(4), BAD_GRADIENTS[kind]], [SETTINGS] * 2)
+        take(items, [torch.ones(4), BAD_GRADIENTS[kind]], [SETTINGS] * 2)
     assert bool((items[0].weight == 1).all())
 
 
-BAD_ITEMS: dict[str, Callable[[], cpu.Item]] = {
+BAD_ITEMS: dict[str, Callable[[], Item]] = {
     "unknown storage": lambda: replace(split_item(), storage="splat"),
     "fp32 weight in split": lambda: replace(item(torch.ones(3)), storage="split"),
     "16-bit weight in fp32": lambda: replace(split_item(), storage="fp32"),
@@ -110,6 +117,7 @@ BAD_ITEMS: dict[str, Callable[[], cpu.Item]] = {
     "moment in fp16": lambda: replace(split_item(), second=torch.zeros(5, 6, dtype=torch.float16)),
     "signed codes for a second moment": lambda: replace(split_item(), second=(torch.zeros(30, dtype=torch.int8), torch.zeros(1))),
     "too few scales": lambda: replace(split_item(), first=(torch.zeros(30, dtype=torch.int8), torch.zeros(0))),
+    "no second moment": lambda: replace(split_item(), second=None),
     "too few codes": lambda: replace(split_item(), first=(torch.zeros(29, dtype=torch.int8), torch.zeros(1))),
 }
 
@@ -118,6 +126,22 @@ BAD_ITEMS: dict[str, Callable[[], cpu.Item]] = {
 def test_an_item_that_does_not_fit_together_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match="item 1"):
         cpu.Plan([item(torch.ones(3)), BAD_ITEMS[kind]()])
+
+
+@pytest.mark.parametrize(("rule", "first", "second"), [("sgd", True, True), ("lion", True, True), ("lion", False, False), ("splat", True, False)])
+def test_an_item_that_does_not_fit_its_rule_is_refused(rule: str, first: bool, second: bool) -> None:
+    moments = [torch.zeros(3) if there else None for there in (first, second)]
+    with pytest.raises(ConfigError, match=r"'splat' is not known" if rule == "splat" else r"item 0 .* has (a|no) first and (a|no) second moment"):
+        cpu.Plan([Item(torch.ones(3), "fp32", None, *moments)], rule=rule)
+
+
+def test_settings_of_another_rule_are_refused() -> None:
+    plan = cpu.Plan([Item(torch.ones(3), "fp32", None, torch.zeros(3))], rule="sgd")
+    for settings in (LionStep(0.1, 0.9, 0.99), SETTINGS):
+        with pytest.raises(ConfigError, match=f"settings of {settings.rule} were given to a plan of sgd"):
+            plan.run([torch.ones(3)], [settings])
+    plan.run([torch.ones(3)], [SGDStep(0.5)])
+    assert plan.items[0].weight.tolist() == [0.5] * 3
 
 
 def test_as_many_gradients_as_weights_are_asked_for() -> None:

@@ -1,0 +1,87 @@
+"""Optimizers whose step is one pass over weights, gradients and states: what AdamW, SGD and Lion share beside their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels import cpu_kernels
+from halfstep.optim.base import MasteredOptimizer, evaluated
+from halfstep.optim.codec import put
+from halfstep.optim.compiled import Compiled, Work
+from halfstep.optim.masters import master_of
+from halfstep.optim.rule import Rule
+from halfstep.policy import Policy
+
+
+class OnePass(MasteredOptimizer):
+    """An optimizer that steps by a `Rule`: compiled where there is a kernel for the weight, else by the plain definition, with equal bits.
+
+    To add one: a rule, and a class with `rule`, `roles`, `needed` and its settings.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], weights: str | None, states: str | None, policy: str | Policy | None, seed: int
+    ) -> None:
+        self.set_formats(policy, weights, states, seed)
+        self._compiled = Compiled()
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
+        """Update all parameters that have a gradient; returns the closure's loss, if there is one."""
+        loss = evaluated(closure)
+        if self._compiled.repeated(self, factor):
+            return loss
+        self.settle_masters()
+        everybody = enumerate(((p, group) for group in self.param_groups for p in group["params"]), self.first_number)
+        held = [(number, p, group) for number, (p, group) in everybody if p.grad is not None]
+        work = [self._work(number, p, group) for number, p, group in held]
+        self.steps += 1
+        if work and self.rule.counts:
+            torch._foreach_add_([w.state["step"] for w in work], 1.0)
+        kernels = cpu_kernels() if any(w.p.is_cpu for w in work) else None
+        left = work if kernels is None else self._compiled.run(kernels, work, factor, self)
+        for w in left:
+            self._update(w, factor)
+        return loss
+
+    def _work(self, number: int, p: Tensor, group: dict[str, Any]) -> Work:
+        """What is to be done to a parameter; its states are made at its first step."""
+        rule, kept = self.rule, self.rule.kept(group)
+        state: dict[str, Any] = self.state[p] if kept else self.state.get(p, {})  # torch's optimizers too have none where nothing is kept
+        gradient = rule.gradient(p, number)
+        first = [key for key in kept if not isinstance(state.get(key), Tensor)]
+        if rule.counts and "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for key in first:
+            if p.is_complex() or p.dtype == torch.float64:
+                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            else:
+                put(state, key, self.codec.zeros(p.detach(), rule.roles[key]))
+        return Work(number, p, gradient, master_of(p), state, group, kept, bool(first))
+
+    def _update(self, w: Work, factor: float) -> None:
+        """The plain definition, for one parameter."""
+        p, state = w.p, w.state
+        weight = w.master.read() if w.master is not None else p.detach()
+        gradient = w.gradient.resolve_conj().to(weight.dtype)
+        if factor != 1.0:
+            gradient = gradient * factor
+        encoded = weight.dtype == torch.float32  # complex and fp64 weights keep their states in their own dtype
+        states = [self.decoded(state, key, p) if encoded else state[key] for key in w.keys]
+        views = [torch.view_as_real(t) if t.is_complex() else t for t in (weight, gradient, *states)]
+        self.rule.settings(w.group, w.count(), w.first).update_(*views)
+        if w.master is not None:
+            w.master.write(weight, self.noise(w.number))
+        for key, values in zip(w.keys, states, strict=True):
+            if encoded:
+                self.encode(state, key, values, w.number)
+
+
+OnePass.step._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs it as it is: there is nothing to fuse
