@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from halfstep import errors
-from halfstep.optim import Lion, full_values, master_of
+from halfstep.optim import full_values, master_of
 from halfstep.optim.wrap import Wrapped, wrap
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -34,7 +34,6 @@ OPTIMIZERS: dict[str, Make] = {
     "rprop": lambda ps: optim.Rprop(ps, lr=0.01),
     "asgd": lambda ps: optim.ASGD(ps, lr=0.01),
     "adafactor": lambda ps: optim.Adafactor(ps, lr=0.01),
-    "lion": lambda ps: Lion(ps, lr=0.01, weight_decay=0.1),
     "muon": lambda ps: optim.Muon(ps, lr=0.01),
 }
 SHAPES = ((5, 7), (7,), (3, 1, 2), (1,), (), (40, 7), (0, 3), (9,))

@@ -152,6 +152,8 @@ def average_(average: Tensor, value: Tensor, share: float) -> None:
     old, new = average.view(-1), value.view(-1)
     for part in ranges(old.numel(), old.device):
         old[part].add_(torch.sub(new[part], old[part]).mul_(share))
+
+
 def sgd_scalars(lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool, first: bool) -> SGDScalars:
     """The five numbers of one SGD step, as Python floats: weight_decay, momentum and 1 - dampening (0 and 1 in a buffer's first step),
     the share of the buffer that Nesterov's form adds to the gradient (0: another form), lr.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from halfstep.amp import bound_policy
 from halfstep.errors import ConfigError, refuse_unknown, suggest
-from halfstep.optim import HALF, AdamW, FusedAdamW, Lion
+from halfstep.optim import HALF, SGD, AdamW, FusedAdamW, Lion
 from halfstep.trainer.arguments import TAKES, TrainingArguments
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
@@ -72,9 +72,11 @@ def _class(args: TrainingArguments, model: nn.Module, trainable: list[nn.Paramet
     """What makes the optimizer of `args.optim` from groups of parameters."""
     if args.optim not in TAKES:
         return _named(args.optim)
+    policy = bound_policy(model) or args.policy  # what "auto" became
+    stored = policy.weights != "fp32" or policy.states != "fp32" or any(p.dtype in HALF for p in trainable)
     plain: dict[str, Callable[..., Optimizer]] = {
-        "lion": Lion,
-        "sgd": torch.optim.SGD,
+        "lion": functools.partial(Lion, seed=args.seed),
+        "sgd": functools.partial(SGD, seed=args.seed) if stored and _takes_all(SGD, args) else torch.optim.SGD,
         "rmsprop": torch.optim.RMSprop,
         "adagrad": torch.optim.Adagrad,
         "adamw_torch": functools.partial(torch.optim.AdamW, fused=False),
@@ -83,8 +85,6 @@ def _class(args: TrainingArguments, model: nn.Module, trainable: list[nn.Paramet
         return plain[args.optim]
     if args.optim == "adafactor":
         return _adafactor()
-    policy = bound_policy(model) or args.policy  # what "auto" became
-    stored = policy.weights != "fp32" or policy.states != "fp32" or any(p.dtype in HALF for p in trainable)
     if args.optim == "adamw_halfstep" or (args.optim == "auto" and stored):
         return functools.partial(AdamW, seed=args.seed)
     if all(p.device.type == "cpu" for p in trainable) and not args.optim_args:
@@ -122,6 +122,11 @@ def _construct(kind: Callable[..., Optimizer], groups: list[dict[str, Any]], arg
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"optim={args.optim!r} refuses lr={args.learning_rate} and optim_args={extra}: {error}", "Change optim_args.") from error
+
+
+def _takes_all(kind: Callable[..., Any], args: TrainingArguments) -> bool:
+    """Whether a constructor takes all of `optim_args`: torch's SGD has some that ours has not (foreach, fused)."""
+    return all(_accepts(kind, name) for name in args.optim_args or {})
 
 
 def _parameters(kind: Callable[..., Any]) -> list[str]:

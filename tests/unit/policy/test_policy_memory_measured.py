@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.optim import AdamW, attach, master_of, wrap
+from halfstep.optim import SGD, AdamW, Lion, attach, master_of, wrap
 from halfstep.policy import Bytes, Policy, model_bytes, parse, tensor_bytes
 
 PRECISIONS = [
@@ -23,6 +23,9 @@ PRECISIONS = [
 ]
 OPTIMIZERS = {
     "AdamW": lambda ps, policy: AdamW(ps, policy=policy),
+    "SGD": lambda ps, policy: SGD(ps, momentum=0.9, policy=policy),
+    "plain SGD": lambda ps, policy: SGD(ps, policy=policy),
+    "Lion": lambda ps, policy: Lion(ps, policy=policy),
     "wrapped AdamW": lambda ps, policy: wrap(torch.optim.AdamW(ps), policy),
     "wrapped amsgrad": lambda ps, policy: wrap(torch.optim.Adam(ps, amsgrad=True), policy),
     "wrapped NAdam": lambda ps, policy: wrap(torch.optim.NAdam(ps), policy),

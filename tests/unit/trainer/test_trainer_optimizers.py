@@ -52,6 +52,25 @@ def test_halfsteps_adamw_may_be_named(precision: str) -> None:
     assert type(make_optimizer(model(), TrainingArguments(optim="adamw_halfstep", precision=precision))) is halfstep.optim.AdamW
 
 
+@pytest.mark.parametrize(
+    ("precision", "loaded", "optim_args", "kind"),
+    [
+        ("bf16-mixed", torch.float32, "momentum=0.9", torch.optim.SGD),
+        ("bf16-mixed", torch.bfloat16, "momentum=0.9", halfstep.optim.SGD),
+        ("fp16-lean", torch.float32, None, halfstep.optim.SGD),
+        ("bf16-mixed,states=int8", torch.float32, "momentum=0.9,nesterov=true", halfstep.optim.SGD),
+        ("bf16-lean", torch.float32, "momentum=0.9,foreach=true", torch.optim.SGD),  # to be wrapped: ours has no such argument
+    ],
+)
+def test_sgd_is_ours_for_16_bit_weights_and_other_states(precision: str, loaded: torch.dtype, optim_args: str | None, kind: type) -> None:
+    args = TrainingArguments(optim="sgd", optim_args=optim_args, precision=precision, learning_rate=0.5, weight_decay=0.1, seed=7)
+    optimizer = make_optimizer(model().to(loaded), args)
+    assert type(optimizer) is kind
+    assert {g["momentum"] for g in optimizer.param_groups} == {0.9 if optim_args else 0.0}
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert kind is torch.optim.SGD or optimizer.seed == 7
+
+
 def test_weight_decay_is_for_matrices_only_and_frozen_parameters_are_left_out() -> None:
     net = model()
     net[2].weight.requires_grad_(False)

@@ -13,7 +13,7 @@ class OptimizerFields:
     Args:
         optim: auto, adamw_torch_fused, adamw_torch, adamw_halfstep (halfstep.optim.AdamW), sgd, lion, adafactor, rmsprop, adagrad, or any class of
             optimizers: the class or its name such as torch.optim.NAdam. auto is adamw_torch_fused for fp32 weights and states, adamw_halfstep for
-            16-bit weights or other states. A torch optimizer is wrapped where weights or states need it.
+            16-bit weights or other states, and so is sgd torch's or halfstep.optim.SGD. A torch optimizer is wrapped where weights or states need it.
         optim_args: further arguments of the optimizer: a dict, or text such as "momentum=0.9,nesterov=True".
         learning_rate: at its highest, after warm-up.
         weight_decay: not on biases and norms. Decoupled in AdamW, Lion and Adafactor; part of the gradient in SGD, RMSprop and Adagrad.
