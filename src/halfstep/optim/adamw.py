@@ -43,7 +43,8 @@ class AdamW(OnePass):
     weights: how 16-bit weights keep their fp32 master: "split" (exact, 2 bytes; the default), "split24" (1 byte), "kahan" (2), "stochastic" (0) or
         "plain" (nothing: small updates round away). Without it masters that the model's policy has made are used as they are.
     states: "fp32", "bf16" or "int8" for both moments: 8, 4 or 2.06 bytes per parameter.
-    policy: a precision such as "bf16-lean" instead of the two. seed: of the noise in stochastic rounding; the same seed gives the same bits.
+    policy: a precision such as "bf16-lean" instead of the two. seed: of the noise in stochastic rounding; the same seed gives the same bits
+        (optimizers of one run with the same seed draw apart, in the order in which the scaler or accelerator meets them).
 
     `step(factor=f)` multiplies gradients by f on the way in (clip coefficient over loss scale) and leaves `p.grad` as it is. Gradients may be
     fp32, bf16 or fp16. Bytes per parameter beside its gradient: 4 + 8 for fp32 weights, 2 + 2 + 8 split, 2 + 2 + 2.06 split with int8 states.

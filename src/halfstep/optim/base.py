@@ -15,6 +15,7 @@ from halfstep.errors import CheckpointError, ConfigError, suggest
 from halfstep.hardware import give_back_unused_memory
 from halfstep.kernels import weight_kernels
 from halfstep.numerics import Noise
+from halfstep.numerics.noise import GOLDEN, WORD, mix
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
 from halfstep.optim.loading import adopt, check_master, converted, saved_master
 from halfstep.optim.masters import HALF, Master, attach, dtype_name, master_of, storage_named
@@ -41,6 +42,7 @@ class MasteredOptimizer(QuickToClear):
     codec: Codec
     asked: tuple[str | None, str | None]  # weights and states as they were asked for
     seed: int  # of the noise
+    draws_apart = True  # from other optimizers of the run
     _tidy = False  # the memory that the first step has left was given back
     steps: int  # taken so far: part of the noise
     roles: Mapping[str, Role]  # which states may be encoded
@@ -98,6 +100,16 @@ class MasteredOptimizer(QuickToClear):
     def noise(self, number: int) -> Noise:
         """The noise of this step for a parameter."""
         return Noise(self.seed, number, self.steps)
+
+    def draw_apart(self, others: Iterable[MasteredOptimizer]) -> None:
+        """Take another seed, derived from this one, if one of `others` has it: parameters of the same number would round by the same chances.
+
+        A step engine asks it of each optimizer that it meets, with those that it met before. One that has taken steps, in the run that it goes on
+        from too, stays as it is. The seed is part of the saved state.
+        """
+        taken = {other.seed & WORD for other in others if other is not self}
+        while self.draws_apart and not self.steps and self.seed & WORD in taken:
+            self.seed = mix(self.seed ^ GOLDEN)
 
     def settle_masters(self, ahead: bool = False) -> None:
         """Before a step: every 16-bit weight with a gradient has a master, that of a loaded state where there is one.

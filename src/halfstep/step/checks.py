@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -82,6 +82,12 @@ def look_for_masters(owner: object, held: list[Tensor], scaled: bool, name: Call
     if scaled:
         raise ConfigError(cause, remedy)
     warnings.warn(f"{cause}. {remedy} halfstep.optim.wrap(optimizer, weights='plain') says that this is meant.", stacklevel=7)
+
+
+def draw_apart(owner: object, others: Iterable[object]) -> None:
+    """Optimizers of one run round by other chances, with the same seed too."""
+    if isinstance(owner, MasteredOptimizer):
+        owner.draw_apart(other for other in others if isinstance(other, MasteredOptimizer))
 
 
 def refuse_foreign(reached: Reached) -> None:

@@ -93,6 +93,7 @@ class StepState:
         """Where an optimizer stands."""
         known = self.records.get(owner)
         if known is None:
+            checks.draw_apart(owner, self.records)
             known = self.records[owner] = Record(bad_steps=self.bad_before, met_at=self.losses)
             checks.look_for_masters(owner, parameters(owner), self.scaling.active, self.called)
         return known

@@ -97,6 +97,8 @@ def _told(state: StepState, optimizer: Optimizer, record: Record, verdict: Verdi
         return no_gradients(state, optimizer)
     record.verdict = verdict
     moved = before.counts() if before is not None and verdict.fit else None
+    if moved is not None:
+        state.watching.note_weights(state, optimizer)
     record.stalled = share_of(moved) if before is not None and before.whole else None
     loss = state.loss_of(optimizer)
     record.loss = record.loss if loss is None else loss  # some optimizers clear gradients in their step
@@ -144,6 +146,8 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
     signs = Reading(torch.stack(record.signs).any().float().reshape(1)) if record.signs else None
     counts = before.counts() if before is not None else None
     moved = counts * (bad == 0).to(counts.device) if counts is not None else None  # a refused step has made no updates
+    if before is not None:
+        state.watching.note_weights(state, optimizer)
     watch = state.watching.watch(optimizer, record.applied, moved)
     told = Record(clipped=record.clipped, loss=state.loss_of(optimizer))
     made_under, hopeless, window = state.scale_at_hand, state.hopeless, state.remembered()

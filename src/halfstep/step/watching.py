@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,7 +82,7 @@ class Watch:
     step: the number of this step among those applied, from 1 on. nonfinite: the parameters whose gradient was inf or NaN in this very step.
     The rest is as of the last step that measured it: the gradients are measured wherever the step looks at their size anyway (halfstep's
     optimizers on a CPU: always), and else, as the other fields, in the first step and in every 100-th.
-    gradients, modules, share, moved: the measurements, still on the device.
+    gradients, modules, share, moved, weights: the measurements, still on the device.
     """
 
     step: int
@@ -90,6 +91,7 @@ class Watch:
     modules: tuple[Magnitudes, ...] = ()
     share: Tensor | None = None
     moved: Tensor | None = None
+    weights: Magnitudes | None = None
 
     @property
     def largest(self) -> dict[str, float]:
@@ -120,7 +122,9 @@ class Watch:
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The parameters whose scaled gradient, and the modules whose output, is within a factor of 2 of its format's limit; worst first.
+        """The parameters whose scaled gradient or fp16 weight, and the modules whose output, is within a factor of 2 of its format's limit.
+
+        Worst first. A weight at the limit itself cannot grow any more.
 
         An output that is inf is among them: where later operations hide it, the step is applied all the same. Gradients that are inf or NaN are not:
         `nonfinite` and the culprits of a refused step have them.
@@ -131,9 +135,10 @@ class Watch:
     def close(self) -> list[Close]:
         """What `near` names, with the numbers."""
         gradients = () if self.gradients is None else (("scaled gradient" if self.gradients.scale != 1.0 else "gradient", self.gradients),)
+        weights = () if self.weights is None else (("weight", self.weights),)
         found = [
             Close(name, what, value, limit, m.step)
-            for what, m in (*(("output", m) for m in self.modules), *gradients)
+            for what, m in (*(("output", m) for m in self.modules), *gradients, *weights)
             for name, value, limit in zip(m.names, m.numbers, m.limits, strict=True)
             if value >= limit * CLOSE and (math.isfinite(value) or what == "output")
         ]
@@ -160,6 +165,7 @@ class _Kept:
     gradients: Magnitudes | None = None
     share: Tensor | None = None
     moved: Tensor | None = None
+    weights: Magnitudes | None = None
 
 
 class Watching:
@@ -173,6 +179,7 @@ class Watching:
         self.every, self.before = every, 0
         self.modules: Callable[[], Sequence[Magnitudes]] = tuple
         self._kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+        self._full: set[str] = set()  # fp16 weights that were said to have reached the largest number
         self._earlier: tuple[Magnitudes, ...] = ()  # outputs, of the run that this one goes on from
         self._numbered: list[tuple[Magnitudes, Magnitudes]] = []  # outputs as they came, and with the number of the step
 
@@ -201,6 +208,33 @@ class Watching:
         kept.gradients = Magnitudes(kept.names, evidence.peaks, kept.limits, evidence.scale, self.number(state.record(owner).applied))
         kept.share = evidence.share if evidence.share is not None else kept.share
 
+    def note_weights(self, state: StepState, owner: Any) -> None:
+        """Measure the fp16 weights of `owner`, which stop at the largest number of their format. Who is there already is said once.
+
+        Elsewhere than on a CPU what was measured the time before is read, which nobody has to wait for.
+        """
+        held = [p for p in parameters(owner) if p.dtype == torch.float16 and p.numel()]
+        if not self.every or not held:
+            return
+        kept, before = self._of(owner), self._of(owner).weights
+        peaks = torch.stack([torch.linalg.vector_norm(p.detach(), math.inf, dtype=torch.float32).to(held[0].device) for p in held])
+        names, limits = tuple(state.called(p) for p in held), (FP16_LIMIT,) * len(held)
+        kept.weights = Magnitudes(names, peaks, limits, 1.0, self.number(state.record(owner).applied))
+        self._say_full(kept.weights if peaks.is_cpu else before)
+
+    def _say_full(self, weights: Magnitudes | None) -> None:
+        full = [] if weights is None else [n for n, value in zip(weights.names, weights.numbers, strict=True) if value >= FP16_LIMIT]
+        fresh = [name for name in full if name not in self._full]
+        self._full.update(fresh)
+        if fresh and weights is not None:
+            module = fresh[0].rpartition(".")[0] or "MODULE"
+            more = f" and {len(fresh) - 1} other parameters have" if len(fresh) > 1 else " has"
+            warnings.warn(
+                f"{fresh[0]}{more} weights that have reached fp16's largest number, {FP16_LIMIT:g}, by step {weights.step}: they cannot grow. "
+                f"Hold the module in fp32 (fp32={module} in the precision), or use bf16.",
+                stacklevel=2,
+            )
+
     def watch(self, owner: Any, applied: int, moved: Tensor | None = None) -> Watch | None:
         """What is known in the step after `applied` ones; `moved`: [updates that changed nothing, all], where it was measured. None when off."""
         if not self.every:
@@ -210,12 +244,14 @@ class Watching:
         numbered = {id(m): n for m, n in self._numbered}
         self._numbered = [(m, numbered[id(m)] if id(m) in numbered else replace(m, step=step)) for m in self.modules()]
         modules = tuple(n for _, n in self._numbered) or self._earlier
-        return Watch(step, (), kept.gradients, modules, kept.share, kept.moved)
+        return Watch(step, (), kept.gradients, modules, kept.share, kept.moved, kept.weights)
 
     def plain(self, owners: Sequence[Any]) -> dict[str, Any]:
         """The last measurements as plain values, for a checkpoint: those on the gradients of each optimizer in turn, and on the modules."""
         kept = [self._of(owner) for owner in owners]
-        gradients = [{"gradients": _plain(k.gradients), "share": _number(k.share), "moved": _number(k.moved)} for k in kept]
+        gradients = [
+            {"gradients": _plain(k.gradients), "share": _number(k.share), "moved": _number(k.moved), "weights": _plain(k.weights)} for k in kept
+        ]
         return {"optimizers": gradients, "modules": [_plain(n) for _, n in self._numbered] or [_plain(m) for m in self._earlier]}
 
     def take_over(self, saved: Mapping[str, Any], owners: Sequence[Any]) -> None:
@@ -223,6 +259,7 @@ class Watching:
         for owner, one in zip(owners, saved["optimizers"], strict=True):
             kept = self._of(owner)
             kept.gradients = None if one["gradients"] is None else _measured(one["gradients"])
+            kept.weights = None if one.get("weights") is None else _measured(one["weights"])
             kept.share = None if one["share"] is None else torch.tensor(one["share"], dtype=torch.float32)
             kept.moved = None if one["moved"] is None else torch.tensor(one["moved"], dtype=torch.float32)
         self._numbered, self._earlier = [], tuple(map(_measured, saved["modules"]))
