@@ -32,6 +32,7 @@ WHAT_FOR = {  # fields that transformers does not have
     "ema_decay": "the decay of an average of the weights, which is evaluated, saved and left",
     "ema_in_evaluation": "`False`: the trained weights are",
     "ema_warmup": "a lower decay at first",
+    "gradient_release": "the optimizer steps inside the backward pass, and gradients are freed one by one",
     "heal": "a module whose outputs do not fit 16 bits: `pin` (default), `skip`, `raise`",
     "rules": "modules that an earlier run had to hold in fp32",
     "max_bad_steps": "so many refused steps in a row end the run",
