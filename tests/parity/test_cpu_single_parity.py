@@ -60,12 +60,12 @@ def check(rule: str, weights: list[Weight], gradients: list[list[Tensor]], facto
 @pytest.mark.parametrize(("storage", "dtype"), STORAGES)
 @pytest.mark.parametrize("rule", ["plain sgd", "momentum", "nesterov", "lion"])
 def test_every_storage_and_codec_has_the_bits_of_the_plain_step(rule: str, storage: str, dtype: torch.dtype, gradient: torch.dtype) -> None:
-    """Steps with a loss scale alone, with neither, and with a scale and a clip."""
+    """Steps with a loss scale alone, with neither scale nor clip, with both, and with a clip alone."""
     generator = torch.Generator().manual_seed(1)
     codecs = [()] if rule == "plain sgd" else [(codec,) for codec in CODECS]
     kinds = [(storage, dtype, codec, size) for codec in codecs for size in SIZES]
-    gradients = [[drawn(kind[3], generator, -14, 8).to(gradient) for kind in kinds] for _ in range(3)]
-    check(rule, make(kinds, generator), gradients, [2.0**-10, 1.0, 0.37 * 2.0**-10], turned=gradient == torch.float32)
+    gradients = [[drawn(kind[3], generator, -14, 8).to(gradient) for kind in kinds] for _ in range(4)]
+    check(rule, make(kinds, generator), gradients, [2.0**-10, 1.0, 0.37 * 2.0**-10, 0.37], turned=gradient == torch.float32)
 
 
 def mixed() -> list[Kind]:

@@ -67,11 +67,12 @@ def _first_line(space):
 @part
 def _draw(key1, key2, start, bits, mixed):
     """The noise of weights, and that of states."""
-    base = u32(start)
+    place = u32(start)
     for i in range(bits.shape[0]):
-        word = random_word(key1, key2, u32(base + u32(i)))
+        word = random_word(key1, key2, place)
         bits[i] = word
         mixed[i] = state_noise(word)
+        place = u32(place + u32(1))
 
 
 # ---- decoding: into an fp32 buffer ---------------------------------------------------------------------------------------------
@@ -295,14 +296,15 @@ def _scale(x, scales):
 def _place_first(key1, key2, start, x, scales, bits, mixed, k):
     """The level below each number of whole blocks, and the noise: a root and a hash keep different units of the processor busy."""
     for block in range(scales.shape[0]):
-        begin, base, scale = block * BLOCK, u32(u32(start) + u32(block * BLOCK)), scales[block]
+        begin, place, scale = block * BLOCK, u32(u32(start) + u32(block * BLOCK)), scales[block]
         by = f32(f32(REACH1) / f32(np.sqrt(scale if scale > f32(0) else f32(1))))
         for j in range(BLOCK):
             i = begin + j
-            word = random_word(key1, key2, u32(base + u32(j)))
+            word = random_word(key1, key2, place)
             bits[i] = word
             mixed[i] = state_noise(word)
             k[i] = i32(f32(f32(np.sqrt(f32(abs(x[i])))) * by))
+            place = u32(place + u32(1))  # counted by itself, in 32 bits: made of j, LLVM puts it together one by one
 
 
 @part

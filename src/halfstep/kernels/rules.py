@@ -1,7 +1,7 @@
 """The compiled update rules: numba twins of `halfstep.numerics.updates`, with equal bits, between the loops that read and write.
 
 One driver for each shape of states, compiled when it is first used: two moments (AdamW), and at most one (SGD, Lion).
-One combination of each is written out as well, `_..._split_bf16`: these are bound by memory, and without buffers a fifth faster.
+One combination is written out as well, `_adamw_split_bf16`: it is bound by memory, and without buffers a fifth faster.
 Rules for this file as in `halfstep.kernels.loops`.
 To add a rule: its loop here, its driver or a place in one, a row in `DRIVERS`, its settings in `halfstep.numerics.updates`.
 """
