@@ -114,10 +114,11 @@ class MasteredOptimizer(QuickToClear):
     def settle_masters(self, ahead: bool = False) -> None:
         """Before a step: every 16-bit weight with a gradient has a master, that of a loaded state where there is one.
 
-        ahead: those that may get a gradient too.
+        ahead: those that may get a gradient too; those of a loaded state are left to `settle_one`.
         """
         held = self.everybody()
-        self._take_pending(held)
+        if not ahead:
+            self._take_pending(held)
         fresh, narrow = 0, 0
         for p in held:
             if p.dtype not in HALF:
@@ -148,17 +149,26 @@ class MasteredOptimizer(QuickToClear):
             storage = self.weights or "split"
             logger.info("%d 16-bit parameters had no master weights and get %s", fresh, _described(storage))
 
+    def settle_one(self, number: int, p: Tensor) -> None:
+        """Before a parameter is stepped by itself: its master of a loaded state. Not earlier, since a backward pass may have uses of it before it."""
+        saved = self._pending.pop(number, None)
+        if saved is not None and not adopt(p, saved, self.weights) and number not in self._taken:
+            self._say_strangers([number])
+
     def _take_pending(self, held: list[Tensor]) -> None:
         pending, self._pending = self._pending, {}
         strangers = [n for n, saved in pending.items() if not adopt(held[n], saved, self.weights) and n not in self._taken]
         self._taken = set()
         if strangers:
-            logger.warning(
-                "the optimizer state holds masters of %d parameters (the first is number %d) whose weights are others now: their masters begin "
-                "at the weights as they are. Load the model's and the optimizer's state of the same step",
-                len(strangers),
-                strangers[0],
-            )
+            self._say_strangers(strangers)
+
+    def _say_strangers(self, numbers: list[int]) -> None:
+        logger.warning(
+            "the optimizer state holds masters of %d parameters (the first is number %d) whose weights are others now: their masters begin "
+            "at the weights as they are. Load the model's and the optimizer's state of the same step",
+            len(numbers),
+            numbers[0],
+        )
 
     def decoded(self, state: Mapping[str, Any], key: str, p: Tensor) -> Tensor:
         """A state in fp32, new unless it is kept in fp32 already."""

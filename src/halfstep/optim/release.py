@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
+from halfstep.hardware import give_back_unused_memory
 from halfstep.kernels import cpu_kernels
 from halfstep.optim.masters import HALF
 from halfstep.optim.releasable import refuse, refuse_ranks
@@ -36,6 +37,7 @@ logger = logging.getLogger("halfstep")
 Clip = Literal["per_parameter", "last"]
 LAST_NORM = "released_norm"  # in the first group, so that checkpoints have it: the norm over all gradients of the last good step
 KERNEL_DTYPES = (torch.float32, *HALF)
+TRIM = 1 << 25  # bytes
 
 
 def release(
@@ -129,6 +131,7 @@ class Release:
         self.touched = False  # a backward pass has reached a parameter since this was cleared
         self._removed = False
         self._scale, self._smallest, self._armed = 1.0, 0.0, False
+        self._first, self._freed = True, 0  # nothing was updated yet; bytes of gradients freed since memory was given back
         self._begun, self._held, self._clipped, self._moved = False, False, False, 0  # from here on: of the step at hand
         self._small, self._present = 0.0, 0.0
         self._seen: dict[int, tuple[float, float]] = {}
@@ -202,6 +205,7 @@ class Release:
                 self._take(number, p)
         if self._moved:
             self._single.end()
+            self._first = False
         numbers = tuple(sorted(self._seen))
         sums = torch.tensor([self._seen[n][0] for n in numbers], dtype=torch.float64)
         peaks = torch.tensor([self._seen[n][1] for n in numbers], dtype=torch.float32)
@@ -246,7 +250,8 @@ class Release:
             raise StepOrderError(f"{self._called(number, p)} has a gradient and was updated in this step already", "Close each step before the next.")
         if not self._begun:
             refuse_ranks()
-            self._single.begin()
+            with torch.no_grad():
+                self._single.begin()
             self._begun = True
         square, peak = _measured(gradient)
         self._seen[number] = square, peak
@@ -262,6 +267,12 @@ class Release:
                 self._single.step(number, factor / self._scale)
             self._moved += 1
         p.grad = None
+        if self._first:  # states are made between gradients that go, and the holes that these leave would add up
+            self._freed += gradient.nbytes
+            if self._freed > TRIM:
+                del gradient
+                self._freed = 0
+                give_back_unused_memory()
 
     def _factor(self, norm: float) -> float:
         """What a gradient of this norm is multiplied by to be clipped."""

@@ -83,6 +83,8 @@ class Twins:
         twin, group = self._twins.get(number) or self._made(optimizer, number)
         twin.param_groups[0].update(self._settings[id(group)])
         twin.steps = self._steps
+        if optimizer._pending:
+            optimizer.settle_one(number, twin.param_groups[0]["params"][0])
         bare_step(twin)(twin, factor=factor)
         optimizer.steps = self._steps + 1
 
@@ -97,7 +99,7 @@ class Twins:
             before += len(group["params"])
         twin = object.__new__(type(optimizer))
         own = {name: value for name, value in vars(optimizer).items() if name not in LEFT}
-        vars(twin).update(own, **{name: OrderedDict() for name in HOOKS}, first_number=number, settle_masters=_settled)
+        vars(twin).update(own, **{name: OrderedDict() for name in HOOKS}, first_number=number, settle_masters=_settled, _pending={})
         vars(twin).update(param_groups=[{"params": [group["params"][number - before]]}], _compiled=type(vars(optimizer)["_compiled"])())
         self._twins[number] = twin, group
         return twin, group
@@ -163,8 +165,10 @@ class OneByOne:
     def step(self, number: int, factor: float) -> None:
         """See `Single`."""
         optimizer = _alive(self._optimizer)
-        if not self._counted and isinstance(optimizer, Wrapped):
-            optimizer.steps += 1
+        if isinstance(optimizer, Wrapped):
+            optimizer.steps += not self._counted
+            if optimizer._pending:
+                optimizer.settle_one(number, optimizer.everybody()[number])
         self._counted = True
         self._one(_inner(optimizer), number, factor)
 
