@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,9 +17,11 @@ from halfstep.accelerator.prepared import PreparedLoader, PreparedOptimizer
 from halfstep.accelerator.settings import Handlers, whole_number
 from halfstep.amp import Binding, GradScaler, Products, backward_context
 from halfstep.distributed import DataParallel, MeanOverRanks, NoReducer, Ranks, Reducer
-from halfstep.optim import Release
 from halfstep.policy import LossScale, Policy, Resolution
 from halfstep.step import StepResult
+
+if TYPE_CHECKING:
+    from halfstep.optim import Release
 
 
 class Core:

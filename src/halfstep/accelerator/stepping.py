@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep import optim
 from halfstep.accelerator import replay
 from halfstep.accelerator.configuration import AutocastKwargs
 from halfstep.accelerator.core import Core
@@ -18,9 +19,11 @@ from halfstep.accelerator.prepared import PreparedOptimizer
 from halfstep.accelerator.settings import taken
 from halfstep.amp import autocast, backward_context, forward_context
 from halfstep.errors import ConfigError
-from halfstep.optim import Release, release
 from halfstep.step import StepResult
 from halfstep.step.marks import Marks, gradients, marks, unchanged
+
+if TYPE_CHECKING:
+    from halfstep.optim import Release
 
 
 class Stepping(Core):
@@ -146,7 +149,7 @@ class Stepping(Core):
         if optimizer not in self._optimizers:
             raise ConfigError(f"release() was given a {type(optimizer).__name__} that was not prepared", "Give it what prepare(optimizer) returned.")
         model = self._models[0] if len(self._models) == 1 else None
-        handle = release(optimizer.optimizer, model, clip=clip, max_norm=max_norm, after_bad=after_bad)
+        handle = optim.release(optimizer.optimizer, model, clip=clip, max_norm=max_norm, after_bad=after_bad)
         try:
             self.scaler.watch(optimizer.optimizer)  # which binds the two, or refuses
         except ConfigError:

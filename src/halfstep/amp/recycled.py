@@ -14,9 +14,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from halfstep import optim
 from halfstep.amp import scratch
 from halfstep.amp.rounding import narrow
-from halfstep.optim import handle_of
+from halfstep.optim import RELEASES
 
 LEAST = 1 << 22  # elements of a weight, from which on this is done
 LOW, GRADIENT = range(2)
@@ -35,7 +36,9 @@ _spare = _Spare()
 
 def like(weight: Tensor, use: int, dtype: torch.dtype) -> Tensor:
     """A tensor in the shape and strides of a dense `weight`, with any values in it: in the memory of the last one, if nobody holds that."""
-    if weight.numel() < LEAST or not scratch.plain(weight) or (use == GRADIENT and handle_of(weight) is not None):  # released: it is to be freed
+    if (
+        weight.numel() < LEAST or not scratch.plain(weight) or (use == GRADIENT and RELEASES and optim.handle_of(weight) is not None)
+    ):  # released: it is to be freed
         return torch.empty_like(weight, dtype=dtype)
     key, size = (id(weight), use), weight.numel() * dtype.itemsize
     known = _spare.blocks.get(key)

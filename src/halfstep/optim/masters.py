@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from halfstep.numerics import Noise
 from halfstep.optim.storage import STORAGES, Storage, draw
 
 HALF = (torch.float16, torch.bfloat16)
+RELEASES: WeakSet[Any] = WeakSet()  # handles of gradient release: whoever scales a loss finds out that its gradients will be used at once
 LARGEST_FP16 = 2.0**15  # larger weights stay fp32: a step could take them out of fp16's range
 
 

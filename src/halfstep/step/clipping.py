@@ -15,7 +15,6 @@ from halfstep.errors import ConfigError
 from halfstep.step.judging import make_unscaled
 from halfstep.step.marks import gradients, marks, parameters, unchanged
 from halfstep.step.record import Record
-from halfstep.step.releases import refuse_edits
 from halfstep.step.state import Loose, StepState
 from halfstep.step.verdict import Verdict
 
@@ -29,7 +28,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     refuse_norm(max_norm)
     known = {id(p): p for p in chosen}
     if state.releases:
-        refuse_edits(state, known, "clipping")
+        state.release.refuse_edits(state, known, "clipping")
     state.join_ranks(known.values())
     if all(p.grad is None for p in known.values()):
         return torch.zeros((), dtype=torch.float32)
@@ -55,7 +54,7 @@ def clip_value(state: StepState, chosen: Iterable[Tensor], value: float) -> None
         raise ConfigError(f"clip_value={value}", "Use a number of 0 or more.")
     known = {id(p): p for p in chosen}
     if state.releases:
-        refuse_edits(state, known, "clipping")
+        state.release.refuse_edits(state, known, "clipping")
     if all(p.grad is None for p in known.values()):
         return
     owners, records, _, refused = _judged(state, known)

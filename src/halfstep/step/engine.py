@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.optim import RELEASES
-from halfstep.step import checks, clipping, guard, judging, narrow, released, releases, taking
+from halfstep.step import checks, clipping, guard, judging, narrow, taking
 from halfstep.step.backward import when_backward_ends
 from halfstep.step.graph import Reached
 from halfstep.step.marks import gradients, marks, parameters
@@ -108,8 +108,8 @@ class StepEngine:
             self.state.buffers.watch(item)
             self.name_parameters(item.named_parameters())
             return None
-        if (handle := releases.handle_for(item)) is not None:
-            releases.bind(self.state, handle)
+        if (handle := self.state.handle_for(item)) is not None:
+            self.state.release.bind(self.state, handle)
         return self.state.record(item)
 
     def when_known(self, optimizer: Optimizer, run: Callable[[], object]) -> None:
@@ -145,7 +145,7 @@ class StepEngine:
         narrow.before_a_backward_pass(state, known)
         state.buffers.found(reached.statistics)
         if RELEASES:
-            releases.find(state, reached)
+            state.release.find(state, reached)
         self._choose_scale(loss, reached)
         state.ledger.begin()
         seen = loss.detach().float().reshape(()) if loss.numel() == 1 else None
@@ -245,7 +245,7 @@ class StepEngine:
             if not self.state.scaling.active:
                 self.state.ledger.look([p for r in self._known if (p := r()) is not None], listen=False)
             if self.state.releases:
-                releases.begin(self.state)
+                self.state.release.begin(self.state)
         self._going_through.append(seen * gradient.detach().reshape(()) if seen is not None and gradient.numel() == 1 else None)
         return len(self._going_through) == 1
 
@@ -256,7 +256,7 @@ class StepEngine:
         self._going_through = []
         seen = torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if len(losses) > 1 else losses[0] if losses else None
         if state.releases:
-            releases.ended(state, seen)
+            state.release.ended(state, seen)
         moved, added = state.ledger.note(state.sign, state.passes, seen)
         state.noticed += 1
         state.passes += 1
@@ -284,7 +284,7 @@ class StepEngine:
         record = self.state.record(optimizer)
         self.state.join_ranks(parameters(optimizer))
         if self.state.releases:
-            releases.refuse_edits(self.state, map(id, parameters(optimizer)), "unscaling")
+            self.state.release.refuse_edits(self.state, map(id, parameters(optimizer)), "unscaling")
         if not gradients(optimizer):
             return None
         if self.state.scaling.active and record.unscaled and not record.stepped:
@@ -335,7 +335,8 @@ class StepEngine:
         if state.loss is not None and not state.loss_spent:
             state.loss = state.loss * factor
         state.ledger.rescale(factor)
-        releases.rescale(state, factor)
+        if state.releases:
+            state.release.rescale(state, factor)
 
     def discard(self) -> None:
         """Throw away the gradients at hand that are still scaled, of all optimizers: they will be made again."""
@@ -353,8 +354,8 @@ class StepEngine:
         StepRefusedError for a bad step under on_overflow="raise".
         """
         state, record = self.state, self.state.record(optimizer)
-        if (handle := releases.handle_for(optimizer)) is not None:
-            return released.take(state, optimizer, handle, closure, max_norm, stalled)
+        if (handle := state.handle_for(optimizer)) is not None:
+            return state.release.take(state, optimizer, handle, closure, max_norm, stalled)  # type: ignore[no-any-return]
         if closure is None:
             state.join_ranks(parameters(optimizer))
         if closure is None and not gradients(optimizer):

@@ -1,27 +1,27 @@
-"""Optimizers that update inside the backward pass, and the engine whose losses they step on."""
+"""Optimizers that update inside the backward pass: when they may, and what their steps have come to. Imported when there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError
-from halfstep.optim import RELEASES, Release
-from halfstep.step import checks
+from halfstep.errors import ConfigError, StepOrderError
+from halfstep.optim import RELEASES, Release, Released
+from halfstep.step import checks, taking
 from halfstep.step.graph import Reached
+from halfstep.step.marks import parameters
+from halfstep.step.record import Record
+from halfstep.step.result import Culprit, StepResult
 from halfstep.step.state import StepState
-from halfstep.step.verdict import FP16_NORMAL
+from halfstep.step.verdict import FP16_NORMAL, NAMED, Evidence, Verdict
 
 MODES = "halfstep.optim.release(optimizer, clip='per_parameter' or 'last', max_norm=...) clips on the way."
-
-
-def handle_for(optimizer: Any) -> Release | None:
-    """The handle that releases the gradients of an optimizer, or None."""
-    return vars(optimizer).get("halfstep_release") if RELEASES else None
 
 
 def handles(state: StepState) -> list[Release]:
@@ -84,3 +84,62 @@ def refuse_edits(state: StepState, ids: Iterable[int], what: str) -> None:
     """Raise ConfigError for unscaling or clipping gradients that are released. ids: of their parameters."""
     if any(handle.reaches(set(ids)) for handle in handles(state)):
         raise ConfigError(f"{what} was asked for gradients that are released: the backward pass has used them up", MODES)
+
+
+def take(state: StepState, optimizer: Optimizer, handle: Release, closure: Any, max_norm: float | None, stalled: bool) -> StepResult:
+    """Close the books of a step."""
+    record = state.record(optimizer)
+    _refuse(closure, max_norm, stalled)
+    if state.scaling.active and record.awaits_update:
+        raise StepOrderError("step() was called twice on one optimizer without update() between", "Call update() once per iteration, after step().")
+    bind(state, handle)
+    losses = handle.losses
+    with state.taking_a_step():
+        told = handle.close(state.scale_at_hand)
+    if not told.numbers:
+        return taking.no_gradients(state, optimizer)
+    record.loss = torch.stack([x.to(losses[0].device) for x in losses]).sum() if losses else state.loss
+    verdict = _verdict(state, optimizer, handle, record, told)
+    record.verdict, record.clipped, record.stalled = verdict, told.clipped, None
+    result = taking.told(state, optimizer, record, verdict, heal="skip" if told.moved else state.heal)
+    if told.moved and not verdict.fit:
+        result = replace(result, applied=True, reason="partly", detail="; ".join(filter(None, (result.detail, _kept(told)))))
+    taking.spend(state, optimizer, record)
+    taking.window_ends(state, bool(told.moved))
+    return taking.counted(state, record, result)
+
+
+def _refuse(closure: Any, max_norm: float | None, stalled: bool) -> None:
+    """Raise ConfigError for what needs gradients that are there."""
+    if closure is not None:
+        raise ConfigError("a closure was given with released gradients, which every evaluation of it would use", "Leave out the release.")
+    if max_norm is not None:
+        raise ConfigError(f"max_norm={max_norm} was given to a step with released gradients: the backward pass has used them up", MODES)
+    if stalled:
+        raise ConfigError("stalled=True was given to a step with released gradients: its weights have moved already", "Leave it out.")
+
+
+def _kept(told: Released) -> str:
+    stay = len(told.numbers) - told.moved
+    return f"{stay} of {len(told.numbers)} parameters stayed as they were, the others were updated before that was known"
+
+
+def _verdict(state: StepState, optimizer: Optimizer, handle: Release, record: Record, told: Released) -> Verdict:
+    """The verdict on gradients that are gone, and the measurements for the watch."""
+    everybody = parameters(optimizer)
+    held = [everybody[n] for n in told.numbers]
+    norms = told.squares.sqrt().float()
+    evidence = Evidence(torch.empty(0), norms, told.scale, told.share is not None, True, told.peaks)
+    if told.share is not None:
+        evidence = replace(evidence, share=torch.tensor(told.share))
+    state.watching.note(state, optimizer, evidence, held)
+    peaks = dict(zip(told.numbers, (told.peaks / told.scale).tolist(), strict=True))
+    blamed = sorted(told.bad, key=lambda n: (peaks[n] == peaks[n], -peaks[n]))  # NaN first, then the largest
+    loss = float(record.loss) if told.held and record.loss is not None else 0.0
+    culprits = [Culprit("loss", "forward", loss)] if told.held else []
+    names = {n: handle.names.get(id(everybody[n])) or state.called(everybody[n]) for n in blamed}
+    culprits += [Culprit(names[n], "backward", peaks[n]) for n in blamed]
+    nonfinite = tuple(names[n] for n in blamed if not abs(peaks[n]) < float("inf"))
+    peak = float(told.peaks.amax()) if told.share is not None else None
+    verdict = Verdict(not culprits, told.grad_norm, not told.held, tuple(culprits[:NAMED]), peak, told.share, nonfinite=nonfinite)
+    return verdict.not_the_scale() if state.hopeless and not verdict.fit else verdict

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
-from halfstep.optim import Release
+from halfstep.optim import RELEASES
 from halfstep.step import checks
 from halfstep.step.backward import BackwardWatch
 from halfstep.step.buffers import BufferGuard
@@ -22,6 +24,9 @@ from halfstep.step.replay import Replay
 from halfstep.step.scaling import Scaling
 from halfstep.step.verdict import Agree, Verdict
 from halfstep.step.watching import Watching
+
+if TYPE_CHECKING:
+    from halfstep.optim import Release
 
 OnOverflow = Literal["skip", "replay", "raise"]
 
@@ -97,6 +102,15 @@ class StepState:
             known = self.records[owner] = Record(bad_steps=self.bad_before, met_at=self.losses)
             checks.look_for_masters(owner, parameters(owner), self.scaling.active, self.called)
         return known
+
+    @property
+    def release(self) -> ModuleType:
+        """What becomes of optimizers that update inside the backward pass; imported when there is one."""
+        return importlib.import_module("halfstep.step.releases")
+
+    def handle_for(self, optimizer: Any) -> Release | None:
+        """The handle that releases the gradients of an optimizer, or None."""
+        return vars(optimizer).get("halfstep_release") if RELEASES else None
 
     def dissolve(self, loose: Loose) -> None:
         """A stand-in has done its work, or was never used."""

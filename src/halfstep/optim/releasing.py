@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.hardware import give_back_unused_memory
 from halfstep.kernels import cpu_kernels
-from halfstep.optim.masters import HALF
+from halfstep.optim.masters import HALF, RELEASES
 from halfstep.optim.releasable import refuse, refuse_ranks
 from halfstep.optim.single import single
 
@@ -321,7 +321,6 @@ class Release:
 NAMED = 8  # parameters in a message
 CLIPPED = {"per_parameter": "the norm of each gradient", "last": "the norm over all gradients of the last good step"}
 LEFT_OUT = {"tensor": "its parameter alone", "rest": "its parameter and those whose gradients come later"}
-RELEASES: WeakSet[Release] = WeakSet()  # so that whoever scales a loss finds out that its gradients will be used at once
 
 
 class _Heard:
