@@ -198,7 +198,8 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a bound module: each call is inside a block of its own."""
     policy, device, care, joins, products = block.policy, block.device, block.care, block.joins, block.products
 
-    plain = not block.acts and device.type == "cpu" and care == "none"  # there is nothing to open
+    inner = kept_as(forward, policy)
+    plain = not block.acts and device.type == "cpu" and care == "none" and inner is forward  # there is nothing to open
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +216,7 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             outputs = forward(self, *args, **kwargs)
         else:
             with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type):
-                outputs = forward(self, *args, **kwargs)
+                outputs = inner(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" else outputs
 
     run.halfstep_under = forward  # type: ignore[attr-defined]  # read by discovery.forward_of, and by pins
@@ -230,6 +231,7 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
     must be 16-bit too.
     """
     policy, device, care, joins, products = block.policy, block.device, block.care, block.joins, block.products
+    inner = kept_as(forward, policy)
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +241,7 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
             return forward(self, *args, **kwargs)
         island = autocast(device.type, enabled=False) if in_held else nullcontext()
         with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type), island:
-            outputs = forward(self, *args, **kwargs)
+            outputs = inner(self, *args, **kwargs)
         return outputs if policy.output == "compute" or _computed_again() else upcast(outputs)
 
     run.halfstep_part_of = forward  # type: ignore[attr-defined]  # read by inner_function: binding it anew binds what it had
@@ -250,6 +252,7 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
 def in_island(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     """The forward method of a module held in fp32: under the policy of its model, with autocast off and inputs cast up."""
     policy, device, care, joins, products = block.policy, block.device, block.care, block.joins, block.products
+    inner = kept_as(forward, policy)
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -257,11 +260,20 @@ def in_island(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             with autocast(device.type, enabled=False):
                 return forward(self, *upcast(args), **upcast(kwargs))
         with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type), autocast(device.type, enabled=False):
-            return forward(self, *upcast(args), **upcast(kwargs))
+            return inner(self, *upcast(args), **upcast(kwargs))
 
     run.halfstep_part_of = forward  # type: ignore[attr-defined]
     run.halfstep_block = block  # type: ignore[attr-defined]
     return run
+
+
+def kept_as(forward: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """The forward method of a module that is called by itself: it keeps for the backward pass what the policy says."""
+    if policy.activations == "full":
+        return forward
+    from halfstep.amp.saving import compressed  # only for those who ask for it
+
+    return compressed(forward, policy)
 
 
 def _computed_again() -> bool:

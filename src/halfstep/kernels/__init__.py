@@ -1,5 +1,6 @@
 """Faster twins of the plain definitions in `halfstep.numerics`, with the same bits."""
 
+from halfstep.kernels.registry import activation_kernels as activation_kernels
 from halfstep.kernels.registry import averaging_kernels as averaging_kernels
 from halfstep.kernels.registry import cpu_kernels as cpu_kernels
 from halfstep.kernels.registry import weight_kernels as weight_kernels

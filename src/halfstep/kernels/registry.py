@@ -37,6 +37,11 @@ def averaging_kernels() -> ModuleType | None:
     return importlib.import_module("halfstep.kernels.averaging") if cpu_kernels() is not None else None
 
 
+def activation_kernels(of: Tensor) -> ModuleType | None:
+    """The module `halfstep.kernels.activations`, likewise."""
+    return importlib.import_module("halfstep.kernels.activations") if of.is_cpu and cpu_kernels() is not None else None
+
+
 @functools.cache
 def _load() -> ModuleType | None:
     try:

@@ -52,9 +52,7 @@ class Noise:
             torch.arange(start, start + x.numel(), out=x)
         else:
             x.copy_(torch.arange(start, start + x.numel(), device=x.device))  # int64 into int32 wraps
-        x.bitwise_xor_(first)
-        _shift_xor_(x, 16).mul_(FIRST).bitwise_xor_(second)
-        _shift_xor_(_shift_xor_(x, 15).mul_(_signed(SECOND)), 16)
+        hashed_(x.bitwise_xor_(first), second)
 
 
 def state_noise(bits: Tensor) -> Tensor:
@@ -63,6 +61,12 @@ def state_noise(bits: Tensor) -> Tensor:
     The weight takes the lowest bits of `bits`; the first moment takes the lower 16 bits of this, the second the upper 16.
     """
     return _shift_xor_(bits * STATES, 15)
+
+
+def hashed_(x: Tensor, key: Tensor | int = 0) -> Tensor:
+    """lowbias32 of int32 words in place, with a key (int32) mixed in half way."""
+    _shift_xor_(x, 16).mul_(FIRST).bitwise_xor_(key)
+    return _shift_xor_(_shift_xor_(x, 15).mul_(_signed(SECOND)), 16)
 
 
 def mix(x: int) -> int:

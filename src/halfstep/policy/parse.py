@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import get_args, get_type_hints
 
 from halfstep.errors import ConfigError, suggest
-from halfstep.policy.policy import AUTO, KEYS, LARGEST_SCALE, PRESETS, LossScale, Policy, States, Weights
+from halfstep.policy.policy import AUTO, KEYS, LARGEST_SCALE, PRESETS, Activations, LossScale, Policy, States, Weights
 from halfstep.policy.products import canonical
 
 FOREIGN = {  # spellings of other libraries, named in the error and not accepted: one spelling each
@@ -113,6 +113,8 @@ def _with(policy: Policy, key: str, value: str) -> Policy:
         return replace(policy, weights=_choice(key, value, get_args(Weights)))  # type: ignore[arg-type]  # checked on this line
     if key == "states":
         return replace(policy, states=_choice(key, value, get_args(States)))  # type: ignore[arg-type]  # checked on this line
+    if key == "activations":
+        return replace(policy, activations=_choice(key, value, get_args(Activations)))  # type: ignore[arg-type]  # checked on this line
     if key == "output":
         allowed = get_args(get_type_hints(Policy)["output"])
         return replace(policy, output=_choice(key, value, allowed))  # type: ignore[arg-type]  # checked on this line
@@ -248,6 +250,7 @@ def _check_memory(policy: Policy, base: Policy) -> None:
     """Refuse ways to store weights and states that contradict the preset."""
     weights = _choice("weights", policy.weights, get_args(Weights))
     _choice("states", policy.states, get_args(States))
+    _choice("activations", policy.activations, get_args(Activations))
     if policy.autocast == "fp32" and weights != "fp32":
         meant = "bf16-true" if weights == "plain" else "bf16-lean"
         raise ConfigError(

@@ -21,6 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_SCALE = 2.0**32  # a loss of 2^60 still fits fp32 after scaling
 Weights = Literal["fp32", "split", "split24", "kahan", "stochastic", "plain"]
 States = Literal["fp32", "bf16", "int8"]
+Activations = Literal["full", "int8", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Policy:
     products: how products run on a CPU: "native" (torch's 16-bit kernels), "emulated" (rounded to 16 bits, multiplied in fp32, rounded), some of each
         ("emulated:convolution|attention"), or "auto", whichever was measured to be faster.
 
+    activations: what the forward pass of a module keeps for the backward pass: "full", as computed, or in 8 bits with one scale per block of 128:
+        "int8" (even levels, the smaller error) or "fp8" (e4m3 within the block, for values of very unlike size). Rounded without bias; what must be
+        exact stays so (`halfstep.amp.saving` has the list).
+
     Bytes per parameter follow from `weights` and `states`: `halfstep.policy.bytes_per_parameter` counts them.
     """
 
@@ -83,6 +88,7 @@ class Policy:
     states: States = "fp32"
     whole: bool = False
     products: str = "auto"
+    activations: Activations = "full"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,6 +166,7 @@ def as_text(policy: Policy) -> dict[str, str]:
         "fp32_ops": "|".join(policy.fp32_ops),
         "half_ops": "|".join(policy.half_ops),
         "products": policy.products,
+        "activations": policy.activations,
     }
 
 

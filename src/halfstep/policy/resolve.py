@@ -70,6 +70,8 @@ class Resolution:
             parts.append("fp32 weights" if self.weights == "fp32" else narrow)
         if p.states != "fp32":
             parts.append(f"{p.states} optimizer states")
+        if p.activations != "full":
+            parts.append(f"{p.activations} activations for the backward pass")
         parts.append(f"loss scale {p.scale}")
         return ", ".join(parts) + "".join(f"\n  note: {note}" for note in self.notes)
 

@@ -122,6 +122,7 @@ SET: dict[str, tuple[str, object, list[str]]] = {  # option: (text, value, what 
     "precision": ("fp16-mixed", "fp16-mixed", []),
     "weights": ("kahan", "kahan", ["--precision=bf16-lean"]),
     "states": ("bf16", "bf16", ["--precision=bf16-lean"]),
+    "activations": ("int8", "int8", []),
     "fp32_modules": ("lm_head,*.norm*", ["lm_head", "*.norm*"], ["--bf16"]),
     "loss_scale": ("static:64", "static:64", ["--fp16"]),
     "scale_strategy": ("stock", "stock", ["--fp16"]),

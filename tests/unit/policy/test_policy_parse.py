@@ -66,6 +66,7 @@ VALUES = {
     "ops": ["cuda", "device", "gpu"],
     "fp32_ops": ["gelu", "gelu|mean", " exp | log "],
     "half_ops": ["softmax", "layer_norm|exp"],
+    "activations": ["full", "int8", "fp8", "int4"],
     "products": ["auto", "native", "emulated", "emulated:convolution", "emulated: attention|convolution", "emulated:rnn", "native:matmul"],
 }
 

@@ -94,6 +94,8 @@ BEST = {"load_best_model_at_end": True}
         ({"weights": "split"}, r"weights=split has no effect under fp32"),
         ({"precision": "bf16-lean,weights=kahan", "weights": "split24"}, r"precision='bf16-lean,weights=kahan' and weights=split24 were both given"),
         ({"precision": "auto", "states": "int8"}, r"precision='auto' and states=int8 were both given"),
+        ({"activations": "int8", "torch_compile": True}, r"activations=int8 has no effect with torch_compile=True, whose graphs decide"),
+        ({"precision": "bf16-mixed,activations=fp8", "activations": "int8"}, r"activations=fp8' and activations=int8 were both given"),
         ({"bf16": True, "loss_scale": "dynamic"}, r"scale=dynamic.* has no use under bf16-mixed"),
         ({"fp16": True, "scale_floor": 3.0}, r"scale_floor=3 is not a power of two"),
         ({"fp16": True, "loss_scale": "static:64", "scale_window": 3}, r"scale_window and scale_strategy have no effect with scale=static:64"),

@@ -19,6 +19,8 @@ class PrecisionFields:
         precision: a policy such as bf16-mixed or "fp16-mixed,scale=static:1024,fp32=lm_head".
         weights: how 16-bit weights are stored: split, split24, kahan, stochastic or plain; the precision's own way when not given.
         states: format of the optimizer's moments: fp32, bf16 or int8; the precision's own when not given.
+        activations: what is kept for the backward pass: full, or in 8 bits (int8, fp8) with half of the memory and gradients that are off by about
+            1 or 4 percent at random; the precision's own when not given.
         fp32_modules: names or patterns (*.norm*) of modules that are held in fp32.
         loss_scale: fp16's loss scale: dynamic, dynamic:START, static:SCALE or none; dynamic when not given.
         scale_strategy: how a dynamic scale moves: follow the gradients, or torch's stock rule.
@@ -40,6 +42,7 @@ class PrecisionFields:
     precision: str | None = None
     weights: Literal["fp32", "split", "split24", "kahan", "stochastic", "plain"] | None = None
     states: Literal["fp32", "bf16", "int8"] | None = None
+    activations: Literal["full", "int8", "fp8"] | None = None
     fp32_modules: list[str] | None = None
     loss_scale: str | None = None
     scale_strategy: Literal["follow", "stock"] | None = None

@@ -39,6 +39,7 @@ GROUPS = (
 IN_THE_POLICY = {  # field: the policy's key for it
     "weights": "weights",
     "states": "states",
+    "activations": "activations",
     "fp32_modules": "fp32",
     "loss_scale": "scale",
     "scale_strategy": "scale_strategy",
@@ -94,7 +95,12 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
         checks.check_types(type(self), vars(self))
         checks.check_ranges(self)
         checks.check_together(self)
-        _ = self.policy  # refuses what contradicts itself
+        kept = self.policy.activations  # the policy refuses what contradicts itself
+        if self.torch_compile and kept != "full":
+            raise ConfigError(
+                f"activations={kept} has no effect with torch_compile=True, whose graphs decide what they keep",
+                "Leave one of them out; gradient_checkpointing=True saves memory in a compiled model.",
+            )
 
     def __getattr__(self, name: str) -> Any:
         remedy = f" halfstep does not carry it. {NOT_CARRIED[name][1]}" if name in NOT_CARRIED else ""

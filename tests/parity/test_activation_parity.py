@@ -1,0 +1,54 @@
+"""The compiled twin of activations in 8 bits has the bits of the plain definition."""
+
+import pytest
+import torch
+
+from halfstep.kernels import activation_kernels
+from halfstep.numerics import activations
+
+pytest.importorskip("numba")
+WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def sources(dtype):
+    generator = torch.Generator().manual_seed(0)
+    n = 128 * 1500 + 37
+    x = torch.randn(n, generator=generator)
+    yield from (x, x[:5], x[:0])
+    for size in (1e-3, 1e-7, 1e-40, 1e4, 1e37):
+        yield x * size * torch.exp2(torch.randint(-30, 1, (n,), generator=generator).float())
+    yield torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64).to(torch.int32).view(torch.float32)  # any bits, NaNs too
+    if dtype != torch.float32:
+        yield torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+
+
+@pytest.mark.parametrize("kind", activations.KINDS)
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+def test_codes_scales_and_values_are_equal(dtype, kind):
+    kernels = activation_kernels(torch.empty(0))
+    assert kernels is not None
+    for source in sources(dtype):
+        x = source.to(dtype)
+        for seed in (0, 12345):
+            codes, scales = activations.pack(x, kind, seed)
+            ours, our_scales = kernels.pack(x, kind, seed)
+            assert torch.equal(codes, ours)
+            assert torch.equal(scales, our_scales)
+            values, found = activations.unpack(codes, scales, kind), kernels.unpack(codes, scales, kind)
+            assert torch.equal(values.isnan(), found.isnan())
+            assert torch.equal(values.nan_to_num().view(WORDS[dtype]), found.nan_to_num().view(WORDS[dtype]))
+
+
+def test_threads_make_no_difference():
+    x = torch.randn(128 * 3000)
+    kernels = activation_kernels(x)
+    alone = kernels.pack(x, "int8")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        shared = kernels.pack(x, "int8")
+        assert torch.equal(kernels.unpack(*shared, "int8"), kernels.unpack(*alone, "int8"))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone[0], shared[0])
+    assert torch.equal(alone[1], shared[1])
