@@ -22,6 +22,7 @@ WHAT_FOR = {  # fields that transformers does not have
     "precision": "a policy: `bf16-mixed`, `fp16-mixed,scale=static:1024`, `bf16-lean`, ...",
     "weights": "how 16-bit weights keep small updates: `split`, `split24`, `kahan`, `stochastic`, `plain`",
     "states": "the optimizer's moments in `fp32`, `bf16`, `int8`",
+    "activations": "what is kept for the backward pass, in 8 bits: `int8`, `fp8`",
     "fp32_modules": "patterns of modules that stay in fp32",
     "loss_scale": "`dynamic:START`, `static:S`",
     "scale_strategy": "`follow` (the gradients) or `stock` (torch's rule)",
