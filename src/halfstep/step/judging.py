@@ -72,8 +72,9 @@ def _at_once(state: StepState, owner: Any, record: Record, loss: Tensor | None) 
         return None
     if not all(g.dtype is torch.float32 and g.is_cpu and g.layout is torch.strided for g in held):
         return None
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(held))).item()
-    return Verdict(True, norm) if norm <= LARGEST_GRADIENT and (loss is None or math.isfinite(loss.item())) else None
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(held)))
+    norm, seen = torch.stack((total, total if loss is None else loss.to(total))).tolist()  # read at one time
+    return Verdict(True, norm) if norm <= LARGEST_GRADIENT and math.isfinite(seen) else None
 
 
 def measure(state: StepState, owner: Any) -> Evidence:
