@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from halfstep.kernels import cpu_kernels
+from halfstep.kernels import kernels_for
 from halfstep.numerics import Settings
 from halfstep.optim.codec import SCALE
 from halfstep.optim.masters import HALF, Master
@@ -48,10 +48,10 @@ class Work:
         """The states as the kernel takes them: a tensor, or codes and scales."""
         return [(self.state[key], self.state[key + SCALE]) if key + SCALE in self.state else self.state[key] for key in self.keys]
 
-    def is_plain(self) -> bool:
-        """Whether the kernel takes it: on the CPU, in the usual order in memory, of a dtype that it knows."""
+    def is_plain(self, device: torch.device) -> bool:
+        """Whether the kernel of this device takes it: there, in the usual order in memory, of a dtype that it knows."""
         p = self.p
-        if p.device.type != "cpu" or p.layout != torch.strided or not (p.dtype == torch.float32 or (p.dtype in HALF and self.master is not None)):
+        if p.device != device or p.layout != torch.strided or not (p.dtype == torch.float32 or (p.dtype in HALF and self.master is not None)):
             return False
         return p.is_contiguous() and all(self.state[key].is_contiguous() for key in self.keys)
 
@@ -90,15 +90,15 @@ class Compiled:
         """Take the step as the one before, where nothing else is different; False, with nothing done, where anything is."""
         if self._repeat is None:
             return False
-        kernels = cpu_kernels()
+        kernels = kernels_for(self._repeat.device)
         if kernels is not None and self._repeat.run(kernels, optimizer, factor):
             return True
         self._repeat = None
         return False
 
     def run(self, kernels: ModuleType, work: Sequence[Work], factor: float, optimizer: OnePass) -> list[Work]:
-        """One step of all that the kernel takes; returns the others. The steps in their states, and the optimizer's, are counted already."""
-        seed, step = optimizer.seed, optimizer.steps
+        """One step of all that the kernel takes; returns the others, those on other devices than the first too. The steps are counted already."""
+        seed, step, device = optimizer.seed, optimizer.steps, work[0].p.device
         left: list[Work] = []
         taken: list[Work] = []
         made_of: dict[int, tuple[Any, ...]] = {}
@@ -108,7 +108,7 @@ class Compiled:
                 w.master.follow()
             places = (*w.places(), *w.formats())
             known = self._made_of.get(w.number) == places
-            if w.gradient.dtype not in KERNEL_DTYPES or not (known or w.is_plain()):
+            if w.gradient.dtype not in KERNEL_DTYPES or not (known or w.is_plain(device)):
                 left.append(w)
                 continue
             same = same and known

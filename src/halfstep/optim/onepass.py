@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.kernels import cpu_kernels
+from halfstep.kernels import kernels_for
 from halfstep.optim.base import MasteredOptimizer, evaluated
 from halfstep.optim.codec import put
 from halfstep.optim.compiled import Compiled, Work
@@ -45,7 +45,7 @@ class OnePass(MasteredOptimizer):
         self.steps += 1
         if work and self.rule.counts:
             torch._foreach_add_([w.state["step"] for w in work], 1.0)
-        kernels = cpu_kernels() if any(w.p.is_cpu for w in work) else None
+        kernels = kernels_for(work[0].p.device) if work else None
         left = work if kernels is None else self._compiled.run(kernels, work, factor, self)
         for w in left:
             self._update(w, factor)

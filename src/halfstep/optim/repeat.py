@@ -34,6 +34,7 @@ class Repeat:
 
     def __init__(self, kernels: ModuleType, optimizer: OnePass, plan: Any, params: Sequence[Tensor], masters: Sequence[Master | None]) -> None:
         self._settings, self._plan, self._formats, self._rule = _settings(optimizer), plan, kernels.FORMATS, optimizer.rule
+        self.device = params[0].device
         self._groups = list(optimizer.param_groups)
         self._sizes = [len(group["params"]) for group in self._groups]
         self._kept = [optimizer.rule.kept(group) for group in self._groups]
@@ -56,11 +57,11 @@ class Repeat:
         self._steps = np.array([state["step"].data_ptr() for state in counted], dtype=np.int64)
 
     @staticmethod
-    def takes(rule: Rule, params: Iterable[Tensor], states: Iterable[dict[str, Any]]) -> bool:
-        """Whether a step of these can be repeated: all are on the CPU, and their steps, if the rule counts any, are counted in fp32."""
+    def takes(rule: Rule, params: Sequence[Tensor], states: Iterable[dict[str, Any]]) -> bool:
+        """Whether a step of these can be repeated: all are on one device, and their steps, if the rule counts any, are counted in fp32 on the CPU."""
         steps = [state.get("step") for state in states] if rule.counts else []
         counted = all(isinstance(s, Tensor) and s.dtype == torch.float32 and s.is_cpu and s.numel() == 1 for s in steps)
-        return counted and all(p.is_cpu and p.is_contiguous() for p in params)
+        return counted and len({p.device for p in params}) == 1 and all(p.is_contiguous() for p in params)
 
     def run(self, kernels: ModuleType, optimizer: OnePass, factor: float) -> bool:
         """Take the step, if everything is as it was; the step is counted then. False with nothing done otherwise."""

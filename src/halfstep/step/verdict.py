@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep import numerics
-from halfstep.kernels import cpu_kernels
+from halfstep.kernels import kernels_for
 from halfstep.numerics import LARGEST_GRADIENT as LARGEST_GRADIENT
 from halfstep.step.result import Culprit
 
@@ -88,12 +88,12 @@ def gather(
 
     One pass for the norm; `sense` adds one for the largest magnitude and a sample for the subnormal share. `agree` makes the
     largest badness, peak and share over all ranks everybody's. Nothing is read to the host. watch: measure the largest magnitude of each, and
-    the share where a scale or the dtype makes it fp16's, though the loss scale has no use for them. compiled: by the CPU's kernel where there is
+    the share where a scale or the dtype makes it fp16's, though the loss scale has no use for them. compiled: by the device's kernel where there is
     one, whose sums are fp64 and which gives the largest magnitudes too; torch's own norms otherwise, those of its clip_grad_norm_ bit for bit.
     """
     device = gradients[0].device
     values = [numerics.stored(g) for g in gradients]
-    kernels = cpu_kernels() if compiled and all(v.device.type == "cpu" and v.dtype in KERNEL_DTYPES for v in values) else None
+    kernels = kernels_for(device) if compiled and all(v.device == device and v.dtype in KERNEL_DTYPES for v in values) else None
     if kernels is not None:
         sums, peaks = kernels.squares(values)
         norms, norm = sums.sqrt().float(), sums.sum().sqrt().float()
