@@ -53,9 +53,10 @@ def _train(model: str, dtype: str, names: tuple[str, ...], limit: float) -> Part
 PARTS = (
     Part("rates", "rates", 40),
     Part("laws", "laws", 75),
+    Part("kernels", "kernels", 120),
     _train("gpt2-124m", "bf16", (*TRAINED, *PEERS), 110),
     _train("llama-1b", "bf16", (*TRAINED, *PEERS), 120),
-    Part("stage", "stage", 60),
+    Part("stage", "stage", 90),
     _train("gpt2-124m", "fp16", ("torch", "torch again", "transformers", "halfstep trainer", "halfstep loop", "halfstep lean"), 70),
     Part("profile", "profiles", 50),
     Part("tf32", "switches", 40),

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import contenders, models
-from benchmarks.gpu.measure import Timing, Waits, compared, in_turns, wait
+from benchmarks.gpu.measure import Timing, Waits, compared, in_turns, ratios, wait
 from benchmarks.gpu.setting import Setting, error_text
 from halfstep.amp import GradScaler
-from halfstep.optim import AdamW
+from halfstep.kernels import kernels_for
+from halfstep.optim import SGD, AdamW, Lion
 
 RATE, SCALE = 1e-4, 1024.0
 
@@ -76,7 +77,11 @@ def run(setting: Setting) -> None:
             rows.pop(name, None)
             setting.add("left_out", name, error_text(error))
     taken = in_turns(rows, dict.fromkeys(rows, 2 if setting.small else 5), setting.rounds)
-    setting.tell(**compared(taken, ("torch", "torch again"), ("torch", *contenders.LEAN_PEERS), [n for n in rows if n.startswith("halfstep")]))
+    ours = [n for n in rows if n.startswith("halfstep")]
+    kinds = {n: next((rule for rule in OTHERS if f" {rule}," in n), "AdamW") for n in ours}
+    setting.tell(**compared(taken, ("torch", "torch again"), ("torch", *contenders.LEAN_PEERS), [n for n in ours if kinds[n] == "AdamW"]))
+    over = {n: ratios(taken[n], taken[OTHERS[kinds[n]]]) for n in ours if OTHERS.get(kinds[n]) in taken}
+    setting.tell(over_best_peer=setting.found.get("over_best_peer", {}) | over, kernels=kernels_for(setting.device) is not None)
     bandwidth = setting.options.get("rates", {}).get("copy_bytes")
     for name, row in rows.items():
         waits = Waits(setting.device)
@@ -94,9 +99,14 @@ def _tensors(shapes: list[torch.Size], setting: Setting, dtype: torch.dtype, sca
 
 
 def _torch(
-    shapes: list[torch.Size], setting: Setting, fp16: bool = False, make: Callable[..., Any] | None = None, dtype: torch.dtype = torch.float32
+    shapes: list[torch.Size],
+    setting: Setting,
+    fp16: bool = False,
+    make: Callable[..., Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    states: float = 8,
 ) -> Row:
-    """A plain loop: torch's scaler where there is one, clip_grad_norm_ and an optimizer."""
+    """A plain loop: torch's scaler where there is one, clip_grad_norm_ and an optimizer. states: their bytes per element."""
     weights, gradients = _tensors(shapes, setting, dtype, SCALE if fp16 else 1.0)
     optimizer = make(weights) if make is not None else torch.optim.AdamW(weights, lr=RATE, fused=True)
     scaler = torch.amp.GradScaler(setting.device.type, init_scale=SCALE, enabled=fp16)
@@ -114,7 +124,7 @@ def _torch(
         scaler.update()
 
     each = 4 if dtype == torch.float32 else 2
-    return Row(prepare, work, sum(s.numel() for s in shapes) * (2 * each + 2 * 12), setting.device)
+    return Row(prepare, work, sum(s.numel() for s in shapes) * (2 * each + 2 * (4 + states)), setting.device)
 
 
 def _flashoptim(shapes: list[torch.Size], setting: Setting) -> Row:
@@ -131,16 +141,42 @@ def _torchao(shapes: list[torch.Size], setting: Setting) -> Row:
     return _torch(shapes, setting, make=lambda weights: AdamW8bit(weights, lr=RATE, bf16_stochastic_round=True), dtype=torch.bfloat16)
 
 
-KEPT = {"fp32": 8.0, "int8": 2 + 8 / 128}  # bytes of both moments
+class ForeachLion(torch.optim.Optimizer):
+    """Lion in torch's operations over all tensors at once, which is what torch offers for it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: D102
+        held: list[Any] = self.param_groups[0]["params"]
+        for p in held:
+            self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+        gradients, averages, rate = [p.grad for p in held], [self.state[p]["exp_avg"] for p in held], self.param_groups[0]["lr"]
+        direction = torch._foreach_lerp(averages, gradients, 0.1)
+        torch._foreach_sign_(direction)
+        torch._foreach_mul_(held, 1 - rate * 0.1)
+        torch._foreach_add_(held, direction, alpha=-rate)
+        torch._foreach_lerp_(averages, gradients, 0.01)
+
+
+def _sgd(weights: list[nn.Parameter]) -> Any:
+    return torch.optim.SGD(weights, lr=RATE, momentum=0.9, fused=True)
+
+
+KEPT = {"fp32": 4.0, "int8": 1 + 4 / 128}  # bytes of a moment; AdamW has two
+OURS: dict[str, Callable[..., Any]] = {"AdamW": AdamW, "SGD": lambda *given, **named: SGD(*given, momentum=0.9, **named), "Lion": Lion}
 BESIDE = {None: 4, "split": 4, "split24": 3}  # bytes of a weight with its residual
 
 
-def _ours(shapes: list[torch.Size], setting: Setting, weights: str | None, states: str, fp16: bool = False, fused: bool = False) -> Row:
-    """`scaler.step(optimizer, max_norm=1.0)`. fused: torch's fused AdamW on fp32 weights, else halfstep's."""
+def _ours(
+    shapes: list[torch.Size], setting: Setting, weights: str | None, states: str, fp16: bool = False, fused: bool = False, rule: str = "AdamW"
+) -> Row:
+    """`scaler.step(optimizer, max_norm=1.0)`. fused: torch's fused AdamW on fp32 weights, else halfstep's optimizer of this rule."""
     dtype = torch.float32 if weights is None else torch.float16 if fp16 else torch.bfloat16
     held, gradients = _tensors(shapes, setting, dtype, 1.0)
     given = [g * SCALE if fp16 else g for g in gradients]
-    optimizer: Any = torch.optim.AdamW(held, lr=RATE, fused=True) if fused else AdamW(held, lr=RATE, weights=weights, states=states)
+    optimizer: Any = torch.optim.AdamW(held, lr=RATE, fused=True) if fused else OURS[rule](held, lr=RATE, weights=weights, states=states)
     scaler = GradScaler(init_scale=SCALE, strategy="stock", enabled=fp16)
 
     def prepare() -> None:
@@ -151,7 +187,7 @@ def _ours(shapes: list[torch.Size], setting: Setting, weights: str | None, state
         scaler.step(optimizer, max_norm=1.0)
         scaler.update()
 
-    per = 2 * gradients[0].element_size() + 2 * (BESIDE[weights] + KEPT[states])
+    per = 2 * gradients[0].element_size() + 2 * (BESIDE[weights] + (2 if rule == "AdamW" else 1) * KEPT[states])
     return Row(prepare, work, sum(s.numel() for s in shapes) * per, setting.device)
 
 
@@ -168,4 +204,11 @@ ROWS: dict[str, Callable[[list[torch.Size], Setting], Row]] = {
     "halfstep AdamW, split, fp16": lambda shapes, setting: _ours(shapes, setting, "split", "fp32", fp16=True),
     "flashoptim": _flashoptim,
     "torchao": _torchao,
+    "torch SGD": lambda shapes, setting: _torch(shapes, setting, make=_sgd, states=4),
+    "halfstep SGD, split": lambda shapes, setting: _ours(shapes, setting, "split", "fp32", rule="SGD"),
+    "halfstep SGD, split, int8": lambda shapes, setting: _ours(shapes, setting, "split", "int8", rule="SGD"),
+    "foreach Lion": lambda shapes, setting: _torch(shapes, setting, make=lambda weights: ForeachLion(weights, RATE), states=4),
+    "halfstep Lion, split": lambda shapes, setting: _ours(shapes, setting, "split", "fp32", rule="Lion"),
+    "halfstep Lion, split, int8": lambda shapes, setting: _ours(shapes, setting, "split", "int8", rule="Lion"),
 }
+OTHERS = {"SGD": "torch SGD", "Lion": "foreach Lion"}  # what rows of ours are compared with, where it is no AdamW
