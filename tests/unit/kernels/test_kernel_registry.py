@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import halfstep
 
@@ -40,8 +41,26 @@ def test_without_numba_there_are_none_and_one_line_says_how_to_get_them() -> Non
     assert said.count("pip install 'halfstep[cpu]'") == 1
 
 
+def test_without_triton_there_are_none_for_cuda_and_one_line_says_how_to_get_them() -> None:
+    said = run(
+        "import sys; sys.modules['triton'] = None\nimport torch\nfrom halfstep.kernels import kernels_for\n"
+        "assert [kernels_for(torch.device('cuda', n)) for n in range(3)] == [None] * 3\nassert kernels_for(torch.device('meta')) is None"
+    )
+    assert said.count("pip install 'halfstep[triton]'") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")
+def test_a_triton_that_cannot_be_used_is_no_error_and_one_line_says_why() -> None:
+    pytest.importorskip("triton", reason="the kernels for CUDA need triton: pip install 'halfstep[triton]'")
+    said = run("from halfstep.kernels import cuda_kernels\nassert [cuda_kernels() for _ in range(3)] == [None] * 3", TRITON_INTERPRET="0")
+    assert said.count("triton compiles nothing here") == 1
+
+
 def test_the_environment_switches_them_off() -> None:
-    said = run("from halfstep.kernels import cpu_kernels\nassert [cpu_kernels() for _ in range(3)] == [None] * 3", HALFSTEP_KERNELS="off")
+    said = run(
+        "from halfstep.kernels import cpu_kernels, cuda_kernels\nassert [cpu_kernels(), cuda_kernels(), cpu_kernels()] == [None] * 3",
+        HALFSTEP_KERNELS="off",
+    )
     assert said.count("HALFSTEP_KERNELS=off") == 1
 
 
