@@ -151,12 +151,14 @@ def test_a_trainer_that_fails_tells_who_measures(load):
 def test_stage_measures_every_row_beside_torch(load, setting, monkeypatch, tiny):
     stage = load("stage")
     wanted = ("torch", "torch again", "torch fp16", "halfstep, torch's fused AdamW", "halfstep AdamW, split24, int8", "flashoptim")
+    wanted += ("torch SGD", "halfstep SGD, split")
     monkeypatch.setattr(stage, "ROWS", {name: stage.ROWS[name] for name in wanted})
     setting.options["rates"] = {"copy_bytes": 1e9}
     stage.run(setting)
     found = json.loads(setting.result.read_text())
     assert {*found["ms"]} == {*wanted} - {"flashoptim"} == {*found["floor_ms"]}
     assert "flashoptim" in found["left_out"]
+    assert {"halfstep SGD, split", "halfstep AdamW, split24, int8"} <= {*found["over_best_peer"]}
     split24 = found["elements"] * (2 * 2 + 2 * (3 + 2 + 1 / 16))  # gradient twice; weight, residual, codes and their scales read and written
     assert found["floor_ms"]["halfstep AdamW, split24, int8"] == pytest.approx(1e3 * split24 / 1e9, abs=1e-3)
 
@@ -201,7 +203,9 @@ def test_whole_script_on_the_cpu(tmp_path):
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(p["status"] == "done" for p in report["parts"])
-    assert len(report["parts"]) == 8
+    assert len(report["parts"]) == 9
+    kernels = next(p["result"] for p in report["parts"] if p["name"] == "kernels")
+    assert all(law["holds"] for law in kernels["laws"].values()), kernels["laws"]
     laws = next(p["result"] for p in report["parts"] if p["name"] == "laws")
     assert laws["hold"] == laws["tried"] == len(QUICK_LAWS) + len(SLOWER_LAWS)
 
