@@ -84,7 +84,7 @@ def test_a_model_loaded_in_16_bits_is_refused_in_fp32_with_the_remedy(tmp_path: 
     bert().save_pretrained(tmp_path / "model")
     half = BertForSequenceClassification.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     with pytest.raises(PolicyError, match=r"trainable parameters are 16-bit.*Load the model with dtype=torch.float32.* bf16-mixed"):
-        Trainer(half, arguments(tmp_path), None, samples())
+        Trainer(half, arguments(tmp_path), None, samples()).train()
     for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16-mixed"), (torch.bfloat16, "fp16-mixed")):
         Trainer(
             BertForSequenceClassification.from_pretrained(tmp_path / "model", dtype=dtype), arguments(tmp_path, precision=precision), None, samples()

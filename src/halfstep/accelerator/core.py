@@ -80,6 +80,7 @@ class Core:
         self._reached: set[int] = set()  # of several optimizers, those whose gradients backward passes of the micro-batch at hand have added to
         self._holding: set[int] = set()  # those with gradients of the window at hand
         self._models: list[nn.Module] = []
+        self._evaluated: list[nn.Module] = []  # those that were prepared to be evaluated only
         self._bindings: dict[int, Binding] = {}
         self._optimizers: list[PreparedOptimizer] = []
         self._releases: list[Release] = []  # of prepared optimizers

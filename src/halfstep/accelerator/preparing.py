@@ -20,7 +20,7 @@ from halfstep.amp import bind, bound_policy
 from halfstep.distributed import refuse_unlike, shard
 from halfstep.errors import ConfigError
 from halfstep.optim import RELEASES, with_masters
-from halfstep.policy import chosen
+from halfstep.policy import ModelFacts, chosen
 from halfstep.step import Follower
 
 logger = logging.getLogger("halfstep")
@@ -59,7 +59,10 @@ class Preparing(Stepping):
         return result[0] if len(result) == 1 else result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """Ready one model. evaluation_mode: it will not be trained, so that processes exchange no gradients of it."""
+        """Ready one model. evaluation_mode: it will not be trained, until an optimizer of its parameters is prepared.
+
+        So under fp32 it runs in the format that it was loaded in, whatever that is, and processes exchange no gradients of it.
+        """
         if not isinstance(model, nn.Module):
             raise ConfigError(_is_no("prepare_model", model), "Give it a torch.nn.Module.")
         already = bound_policy(model)
@@ -69,7 +72,8 @@ class Preparing(Stepping):
         if self.policy.is_auto:
             self._run_under(*self.ranks.broadcast_object(decide(model, self.device)))
         refuse_other_policy(already, self.policy)
-        self.resolution = resolved(self.policy, self.device, model_facts(model), self._why)
+        facts = ModelFacts() if evaluation_mode and self.policy.autocast == "fp32" else model_facts(model)
+        self.resolution = resolved(self.policy, self.device, facts, self._why)
         if self.device_placement if device_placement is None else device_placement:
             model.to(self.device)
         else:
@@ -85,8 +89,13 @@ class Preparing(Stepping):
         if model not in self._models:
             self._models.append(model)
         if self._compiler.backend is not None and already is None:
-            model.compile(**{key: value for key, value in vars(self._compiler).items() if key != "disable" and value is not None})
-        self._reducer.join(model)
+            from halfstep.amp.compiling import CompiledCall
+
+            how = {key: value for key, value in vars(self._compiler).items() if key != "disable" and value is not None}
+            model._compiled_call_impl = CompiledCall(model, **how)
+        self._evaluated = [m for m in self._evaluated if m is not model] + [model] * evaluation_mode
+        if not evaluation_mode:
+            self._reducer.join(model)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -104,6 +113,9 @@ class Preparing(Stepping):
             if optimizer in (known.optimizer, getattr(known.optimizer, "optimizer", None)):
                 return known
         refuse_orphans(optimizer, self._models)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model in [m for m in self._evaluated if not trained.isdisjoint(map(id, m.parameters()))]:
+            self.prepare_model(model, device_placement=False)
         mastered = with_masters(optimizer, chosen(self.policy))
         self.scaler.watch(mastered)
         self._reducer.join(p for group in mastered.param_groups for p in group["params"])

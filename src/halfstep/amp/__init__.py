@@ -8,7 +8,6 @@ from halfstep.amp.casting import Binding as Binding
 from halfstep.amp.casting import bind as bind
 from halfstep.amp.casting import bound_policy as bound_policy
 from halfstep.amp.casting import products_of as products_of
-from halfstep.amp.casting import settle_now as settle_now
 from halfstep.amp.casting import upcast as upcast
 from halfstep.amp.causal import ChunkedLoss as ChunkedLoss
 from halfstep.amp.causal import chunk_loss as chunk_loss

@@ -53,6 +53,7 @@ class Call:
             if self.tables is not None:
                 stack.enter_context(Applied(self.device, self.tables))
             stack.enter_context(_without_caches(model))
+            stack.enter_context(_as_written(model))
             seen = stack.enter_context(Locating(model))
             try:
                 model(*self.args, **(self.kwargs | ({"use_cache": False} if "use_cache" in self.kwargs else {})))
@@ -85,6 +86,19 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+@contextmanager
+def _as_written(model: nn.Module) -> Iterator[None]:
+    """Inside, what was compiled in place runs as it is written, where every module can be looked at."""
+    compiled = [(part, part._compiled_call_impl) for part in model.modules() if part._compiled_call_impl is not None]
+    try:
+        for part, _ in compiled:
+            part._compiled_call_impl = None
+        yield
+    finally:
+        for part, call in compiled:
+            part._compiled_call_impl = call
 
 
 def _first_parameter(module: nn.Module) -> torch.Tensor | None:

@@ -287,9 +287,11 @@ class StepEngine:
             self.state.release.refuse_edits(self.state, map(id, parameters(optimizer)), "unscaling")
         if not gradients(optimizer):
             return None
+        clipping.adopt(self.state, optimizer)
         if self.state.scaling.active and record.unscaled and not record.stepped:
             raise StepOrderError(
-                "unscale_() was already called on this optimizer since its last step, and twice would divide its gradients by the scale twice",
+                "unscale_() was already called on this optimizer since its last step, or a clip has unscaled its gradients, and twice would divide "
+                "them by the scale twice",
                 "Call it once per step, before clipping.",
             )
         if not self.state.scaling.active:

@@ -6,49 +6,32 @@ import functools
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
-from halfstep.amp import settle_now
+from halfstep.amp.compiling import CompiledCall
 from halfstep.errors import ConfigError, suggest
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 class Compiled:
-    """The block in which calls of `model` run as torch.compile has compiled them; outside it the model is as it was. May be entered inside itself.
+    """The block in which calls of `model` run as torch.compile has compiled them (`CompiledCall`); outside it the model is as it was.
 
-    What is compiled is the call of the model, hooks and precision included; loss scaling, clipping and the optimizer's step are not. Before the first
-    compiled call a `*-lean` policy decides on its weights, so that they do not change under a compiled graph.
+    May be entered inside itself. Loss scaling, clipping and the optimizer's step are not compiled.
     """
 
     def __init__(self, model: nn.Module, backend: str | None = None, mode: str | None = None) -> None:
         self.model = model
-        self._call = torch.compile(model._call_impl, backend=backend or "inductor", mode=mode)
+        self._call = CompiledCall(model, backend=backend or "inductor", mode=mode)
         self._before: list[Any] = []
 
     def __enter__(self) -> Compiled:
         self._before.append(self.model._compiled_call_impl)
-        if len(self._before) == 1:
-            self.model._compiled_call_impl = self._first
+        self.model._compiled_call_impl = self._call
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.model._compiled_call_impl = self._before.pop()
-
-    def _first(self, *args: Any, **kwargs: Any) -> Any:
-        settle_now(self.model, args, kwargs)
-        self.model._compiled_call_impl = self._call
-        return self._call(*args, **kwargs)
-
-
-class AsItIs:
-    """The block in which a model is called as it is written."""
-
-    def __enter__(self) -> AsItIs:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def compiled(model: nn.Module, backend: str | None, mode: str | None) -> Compiled:

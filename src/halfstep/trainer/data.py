@@ -15,6 +15,7 @@ from halfstep.accelerator import EpochStart
 from halfstep.checkpoint import seed_everything
 from halfstep.distributed import Ranks, Solo, refuse_unlike_data, shard
 from halfstep.errors import DataError, suggest
+from halfstep.trainer.given import check_data
 
 RANKS_APART = 1_000_003  # between the seeds of the workers of two ranks
 ALONE = Solo()
@@ -77,6 +78,28 @@ class EpochBatches(Sampler[list[int]]):
     def __len__(self) -> int:
         whole, rest = divmod(self.samples, self.batch_size * self.world)
         return whole + (rest > 0 and not self.drop_last)
+
+
+class EpochOrder(Sampler[int]):
+    """The samples of `EpochBatches` one by one."""
+
+    def __init__(self, batches: EpochBatches) -> None:
+        self.batches = batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """The pass that begins next."""
+        self.batches.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(self.batches)
+
+    def __len__(self) -> int:
+        return self.batches.samples
+
+
+def has_places(dataset: Any) -> bool:
+    """Whether samples are read by their number, so that a sampler can say in which order."""
+    return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
 
 
 class Batch(list[int]):
@@ -144,25 +167,21 @@ def make_loader(
     grouped: int = 1,
     ranks: Ranks = ALONE,
     padded: bool = True,
+    order: Sampler[int] | None = None,
 ) -> DataLoader[Any]:
     """A DataLoader over a map-style dataset (with an `EpochBatches` sampler) or an iterable one.
 
     pin: batches lie in pinned memory, from which copies to a GPU overlap with what runs there. prefetch: batches that each worker makes ahead.
     persistent: workers stay between passes. started: how they are (fork, spawn, forkserver); the system's way when not given.
     lengths, grouped, ranks, padded: as in `EpochBatches`. An iterable dataset is read by every rank, which keeps its own share.
+    order: a sampler of a map-style dataset, instead of `shuffle`.
     It has a random generator of its own, so that starting it leaves torch's random state alone.
     """
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin, "prefetch_factor": prefetch, "persistent_workers": persistent}
     options["multiprocessing_context"] = started
     own = torch.Generator().manual_seed(seed)
-    if isinstance(dataset, Iterator):
-        raise DataError(
-            f"the dataset is a {type(dataset).__name__}, which is spent after one pass",
-            "Give a list, a Dataset, or an IterableDataset that starts anew each time.",
-        )
-    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
-        raise DataError(f"the dataset is {dataset!r}, of which no sample can be read", "Give a list, a Dataset or an IterableDataset of mappings.")
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    check_data("the dataset", dataset)
+    if not has_places(dataset):
         if lengths is not None:
             raise DataError(
                 "group_by_length needs data with a length, and an iterable dataset has none", "Leave it out, or give a map-style dataset."
@@ -172,6 +191,9 @@ def make_loader(
     refuse_unlike_data(ranks, dataset)
     if len(dataset) == 0:
         raise DataError("the dataset has no samples", "Check the path and the filters.")
+    if order is not None:
+        whole = DataLoader(dataset, batch_size=batch_size, sampler=order, collate_fn=collate, drop_last=drop_last, generator=own, **options)
+        return shard(whole, ranks, even=padded)
     how: dict[str, Any] = {"lengths": lengths, "grouped": grouped * ranks.world, "rank": ranks.rank, "world": ranks.world, "padded": padded}
     batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **how)
     if len(batches) == 0:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from halfstep.accelerator import to_device
 from halfstep.errors import ConfigError, suggest
 from halfstep.trainer.columns import lengths_of, without_unused
-from halfstep.trainer.data import Collator, make_loader
+from halfstep.trainer.data import Collator, EpochBatches, EpochOrder, has_places, make_loader
+from halfstep.trainer.given import called
 from halfstep.trainer.loop import TrainingLoop
 from halfstep.trainer.outputs import check_batch
 
@@ -27,10 +29,44 @@ class Feeding(TrainingLoop):
         """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
         if self.train_dataset is None:
             raise ConfigError("train() needs training data", "Pass train_dataset= to the Trainer.")
+        own = self._sampler_of(Feeding._get_train_sampler, self.train_dataset)
+        if own is not None:
+            return self._load(self.train_dataset, self._batch.size, seed=self.args.order_seed, drop_last=self.args.dataloader_drop_last, order=own)
+        return self._load(self.train_dataset, self._batch.size, **self._order_of(self.train_dataset))
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """The order of map-style training data, which a subclass may replace: a sampler, or None for the order that the settings say.
+
+        With a sampler of your own resuming reads past the batches that were used. Data without a length or without numbered samples has no sampler.
+        """
+        data = self.train_dataset if train_dataset is None else train_dataset
+        how = self._order_of(data)
+        del how["drop_last"]
+        return EpochOrder(EpochBatches(len(data), self._batch.size, drop_last=False, **how)) if has_places(data) else None
+
+    def _order_of(self, data: Any) -> dict[str, Any]:
+        """The order that the settings say, as `EpochBatches` takes it."""
         a = self.args
-        size, lengths = self._batch.size, lengths_of(self.train_dataset, a.length_column_name) if a.group_by_length else None
+        lengths = lengths_of(data, a.length_column_name) if a.group_by_length else None
         order: dict[str, Any] = {"shuffle": a.train_sampling_strategy != "sequential", "seed": a.order_seed, "drop_last": a.dataloader_drop_last}
-        return self._load(self.train_dataset, size, **order, lengths=lengths, grouped=size * a.gradient_accumulation_steps)
+        return order | {"lengths": lengths, "grouped": self._batch.size * a.gradient_accumulation_steps}
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        """The order of evaluation data, which a subclass may replace: a sampler, or None for that of the data."""
+        return SequentialSampler(eval_dataset) if has_places(eval_dataset) else None
+
+    def _sampler_of(self, ours: Any, data: Any) -> Sampler[int] | None:
+        """What a subclass's `_get_train_sampler` or `_get_eval_sampler` gives; None where it does not have one, or none for this data."""
+        method = getattr(self, ours.__name__)
+        if getattr(method, "__func__", None) is ours or not has_places(data):
+            return None
+        sampler = method(data) if inspect.signature(method).parameters else method()  # transformers 4 gave no dataset
+        if sampler is not None and (isinstance(sampler, type) or not hasattr(sampler, "__iter__")):
+            raise ConfigError(
+                f"{ours.__name__} gives {called(sampler)}, and no sampler", "Return a torch.utils.data.Sampler of sample numbers, or None."
+            )
+        found: Sampler[int] | None = sampler
+        return found
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The loader of evaluation data, in order. eval_dataset: a dataset, or the name of one of those given to the constructor as a dict."""
@@ -42,7 +78,9 @@ class Feeding(TrainingLoop):
             data = self.eval_dataset[data]
         if data is None:
             raise ConfigError("evaluation needs data", "Pass eval_dataset= to the Trainer, or eval_strategy='no'.")
-        return self._load(data, self.args.per_device_eval_batch_size, shuffle=False, seed=self.args.seed, drop_last=False, padded=False)
+        own = self._sampler_of(Feeding._get_eval_sampler, data)
+        order: dict[str, Any] = {"shuffle": False} if own is None else {"order": own}
+        return self._load(data, self.args.per_device_eval_batch_size, seed=self.args.seed, drop_last=False, padded=False, **order)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """The loader of data to predict on, in order."""
@@ -72,7 +110,7 @@ class Feeding(TrainingLoop):
         }
         workers |= {"pin": a.dataloader_pin_memory and self.accelerator.device.type == "cuda", "started": a.dataloader_multiprocessing_context}
         workers["ranks"] = self.accelerator.ranks
-        return make_loader(without_unused(data, self._taken), self.data_collator, batch_size=batch_size, **workers, **order)
+        return make_loader(without_unused(data, self._taken), self.data_collator, batch_size=batch_size, **{"shuffle": True, **workers, **order})
 
     def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
         """A batch as named tensors on the device."""

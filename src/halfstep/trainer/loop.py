@@ -224,10 +224,10 @@ class TrainingLoop(Reporting):
         self._average.follow(self.accelerator, self.optimizer_in_use)
         return loader
 
-    def _fresh_accelerator(self) -> Accelerator:
-        """An accelerator that knows the model and nothing of an earlier call of train()."""
+    def _fresh_accelerator(self, trains: bool = True) -> Accelerator:
+        """An accelerator that knows the model and nothing of an earlier call of train(). trains: False for what comes before train()."""
         fresh = accelerator_for(self.args)
-        fresh.prepare(self.model)
+        fresh.prepare_model(self.model, evaluation_mode=not trains and fresh.policy.autocast == "fp32")
         return fresh
 
     def _steps(self, loader: DataLoader[Any]) -> Iterator[StepResult]:

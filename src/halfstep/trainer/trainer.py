@@ -27,6 +27,7 @@ from halfstep.trainer.feeding import Feeding
 from halfstep.trainer.fitting import FittingBatch, FixedBatch
 from halfstep.trainer.flow import DefaultFlowCallback
 from halfstep.trainer.fused import use_chunked_loss, use_fused_kernels
+from halfstep.trainer.given import called, check_callbacks, check_data, check_evaluation, check_function, check_optimizers
 from halfstep.trainer.items import count_items, model_takes_items, noting, shifts_labels, takes_items, was_used
 from halfstep.trainer.loggers import TrackerCallback, trackers_of
 from halfstep.trainer.optimizers import make_optimizer, parameter_groups
@@ -91,18 +92,18 @@ class Trainer(Feeding, Evaluating):
         self.processing_class = chosen_processing(processing_class, tokenizer)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = self._given = tuple(optimizers)
+        self.optimizer, self.lr_scheduler = self._given = check_optimizers(optimizers, optimizer_cls_and_kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.model_init = model_init
         self._collate: Collator = data_collator if data_collator is not None else collator_for(self.processing_class)
         self._refuse(model)
         self._use_model(model if model is not None else self.call_model_init())
-        self.accelerator = self._fresh_accelerator()
+        self.accelerator = self._fresh_accelerator(trains=False)
         main, self.run = self.accelerator.is_main_process, folder_of(self.args, self.accelerator.ranks)
         self.state.is_world_process_zero, self.state.is_local_process_zero = main, self.accelerator.is_local_main_process
         trackers = [TrackerCallback(one) for one in trackers_of(self.args)] if main else []
         self.callbacks = CallbackList([DefaultFlowCallback(), MetricsWriter(self.run)])
-        for callback in (*trackers, *(() if self.args.disable_tqdm or not main else (ProgressCallback(),)), *(callbacks or ())):
+        for callback in (*trackers, *(() if self.args.disable_tqdm or not main else (ProgressCallback(),)), *check_callbacks(callbacks)):
             self.add_callback(callback)
         self.settings = self.args.to_dict()
         self._prepare_run()
@@ -114,7 +115,13 @@ class Trainer(Feeding, Evaluating):
             what = "neither model nor model_init" if model is None else "both model and model_init"
             raise ConfigError(f"the Trainer was given {what}", "Give it one of them.")
         if model is not None and not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a {type(model).__name__}", "Give the Trainer a module, or a function that makes one as model_init.")
+            raise ConfigError(f"model is {called(model)}", "Give the Trainer a module, or a function that makes one as model_init.")
+        for name in ("model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            check_function(name, getattr(self, name))
+        check_function("data_collator", self._collate)
+        if self.train_dataset is not None:
+            check_data("train_dataset", self.train_dataset)
+        check_evaluation(self.eval_dataset)
         if self.model_init is not None and self._given != (None, None):
             raise ConfigError("optimizers= belongs to one model, and model_init makes a new one", "Use optimizer_cls_and_kwargs or args.optim.")
         if self.optimizer_cls_and_kwargs is not None and self._given[0] is not None:
@@ -136,7 +143,10 @@ class Trainer(Feeding, Evaluating):
         """A new model from `model_init`."""
         if self.model_init is None:
             raise ConfigError("there is no model_init", "Pass model_init=.")
-        made = self.model_init(trial) if inspect.signature(self.model_init).parameters else self.model_init()
+        taken = list(inspect.signature(self.model_init).parameters)
+        if len(taken) > 1:
+            raise ConfigError(f"model_init takes {', '.join(taken)}", "Let it take nothing, or the trial alone (functools.partial sets the rest).")
+        made = self.model_init(trial) if taken else self.model_init()
         if not isinstance(made, nn.Module):
             raise ConfigError(f"model_init returned a {type(made).__name__}", "Let it return a module.")
         return made

@@ -319,3 +319,15 @@ def test_fp16_on_the_wire_needs_a_loss_scale(precision: str) -> None:
         Accelerator(precision=precision, cpu=True, reduce_dtype="fp16")
     with pytest.raises(ConfigError, match=r"reduce_dtype='fp8' is not known.* Use one of fp32, bf16, fp16"):
         Accelerator(precision=precision, cpu=True, reduce_dtype="fp8")
+
+
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.float64])
+def test_a_model_to_be_evaluated_runs_in_the_format_it_was_loaded_in_until_it_is_trained(form: torch.dtype) -> None:
+    accelerator, model, x = Accelerator(cpu=True), nn.Linear(3, 2).to(form), torch.randn(4, 3, dtype=form)
+    expected = model(x)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    assert torch.equal(model(x).to(form), expected)
+    with pytest.raises(PolicyError, match="of the 2 trainable parameters are"):
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(PolicyError, match="of the 2 trainable parameters are"):
+        accelerator.prepare(model)

@@ -51,6 +51,33 @@ def test_unscale_twice_is_refused() -> None:
     assert torch.equal(loop.a.detach(), -COEFFICIENTS)
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_unscale_after_a_clip_is_refused_and_the_result_has_the_norm_before_it(watched: bool) -> None:
+    loop = Loop()
+    if watched:
+        loop.scaler.watch(loop.first)
+    loop.backward()
+    assert float(loop.scaler.clip_grad_norm_([loop.a], 1.0)) == pytest.approx(5.0)
+    refused(lambda: loop.scaler.unscale_(loop.first), "or a clip has unscaled its gradients", "once per step, before clipping")
+    result = loop.scaler.step(loop.first)
+    assert result.grad_norm == pytest.approx(5.0)
+    assert result.clipped
+    assert torch.allclose(loop.a.detach(), -COEFFICIENTS / 5)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_without_a_scale_the_norm_is_that_before_a_clip_too(watched: bool) -> None:
+    loop = Loop(enabled=False)
+    if watched:
+        loop.scaler.watch(loop.first)
+    loop.backward()
+    loop.scaler.clip_grad_norm_([loop.a], 1.0)
+    loop.scaler.unscale_(loop.first)
+    result = loop.scaler.step(loop.first)
+    assert result.grad_norm == pytest.approx(5.0)
+    assert result.clipped
+
+
 def test_step_twice_without_update_is_refused() -> None:
     loop = Loop()
     loop.backward()

@@ -88,14 +88,3 @@ def test_a_last_batch_of_one_under_a_batchnorm_is_told_with_its_remedy(tmp_path:
     args = TrainingArguments(str(tmp_path), use_cpu=True, num_train_epochs=1, per_device_train_batch_size=7, disable_tqdm=True)
     with pytest.raises(DataError, match=r"has one sample.*dataloader_drop_last=True"):
         Trainer(Normed(), args, train_dataset=DATA).train()
-
-
-def test_a_dataset_that_is_none(tmp_path: Path) -> None:
-    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, disable_tqdm=True, save_strategy="no")
-    with pytest.raises(DataError, match=r"the dataset is 5, of which no sample can be read. Give a list, a Dataset or an IterableDataset"):
-        Trainer(Net(), args, train_dataset=5).train()
-
-
-def test_passes_below_zero_are_refused_where_steps_are_given_too() -> None:
-    with pytest.raises(ConfigError, match=r"num_train_epochs=-2.0 trains nothing"):
-        TrainingArguments(num_train_epochs=-2.0, max_steps=5)

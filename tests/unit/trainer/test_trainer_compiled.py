@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from halfstep import Trainer, TrainingArguments
-from halfstep.errors import ConfigError
+from halfstep import Accelerator, Trainer, TrainerCallback, TrainingArguments
+from halfstep.amp import pins
+from halfstep.errors import ConfigError, DivergedError
 
 # torch warns about itself when it compiles
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("fresh_compiler")]
@@ -120,3 +121,71 @@ def test_names_that_torch_does_not_know_are_refused(tmp_path: Path) -> None:
         trained(tmp_path, Net(), torch_compile=True, torch_compile_mode="max")
     with pytest.raises(ConfigError, match=r"has no effect with torch_compile_backend='aot_eager'"):
         trained(tmp_path, Net(), torch_compile=True, torch_compile_mode="max-autotune", torch_compile_backend="aot_eager")
+
+
+class Overflowing(nn.Module):
+    """Its second layer leaves fp16's range and fp32's not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.big, self.down = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        nn.init.constant_(self.big.weight, 1e4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.big(self.up(x).abs() + 3) * 1e-5
+        return {"loss": F.cross_entropy(self.down(h).float(), labels)}
+
+
+class Seen(TrainerCallback):
+    """The results of all steps."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, step_result: Any = None, **kwargs: Any) -> None:
+        self.results.append(step_result)
+
+    on_step_skipped = on_step_end
+
+
+def healed(place: Path, **settings: Any) -> tuple[nn.Module, list[Any]]:
+    made = torch.Generator().manual_seed(1)
+    data = [{"x": torch.randn(4, generator=made), "labels": i % 2} for i in range(16)]
+    model, seen = Overflowing(), Seen()
+    how: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    Trainer(model, TrainingArguments(str(place), **how, **settings), None, data, callbacks=[seen]).train()
+    return model, seen.results
+
+
+@pytest.mark.parametrize("precision", ["fp16-mixed", "fp16-lean"])
+def test_a_module_that_overflows_is_held_in_fp32_and_the_run_is_the_one_that_is_not_compiled(
+    precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager, expected = healed(tmp_path / "a", precision=precision)
+    model, found = healed(tmp_path / "b", precision=precision, torch_compile=True, torch_compile_backend="aot_eager")
+    assert [p.module for p in pins(model)] == ["big"]
+    assert [r.loss for r in found] == [r.loss for r in expected]
+    assert found[0].pinned == ("big",)
+    assert all(r.applied for r in found)
+    assert same(eager, model)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert ("runs as it is written. fp32=big in the precision" in caplog.text) == (precision == "fp16-lean")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if precision == "fp16-lean" else 2)
+
+
+def test_without_pins_the_module_is_named_with_the_pattern_that_holds_it(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"big \(Linear\) gives inf or NaN in fp16 from inputs up to .*fp32=big in the precision") as caught:
+        healed(tmp_path, precision="fp16-mixed", torch_compile=True, torch_compile_backend="aot_eager", heal="skip", max_bad_steps=2)
+    assert [c.name for c in caught.value.result.culprits] == ["big"]
+
+
+def test_the_ninth_model_of_a_process_is_compiled_as_the_first(tmp_path: Path) -> None:
+    graphs = []
+    for number in range(1, 11):  # torch's recompile_limit is 8
+        torch._dynamo.utils.counters.clear()
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(number)))
+        bound = Accelerator("bf16", cpu=True, dynamo_backend="eager").prepare(model)
+        bound(torch.randn(2, 3)).sum().backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [1] * 10

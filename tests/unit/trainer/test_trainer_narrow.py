@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import Trainer, TrainerCallback, TrainingArguments
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, PolicyError
 from halfstep.optim import full_values, master_of
 
 PRESETS = ["bf16-lean", "fp16-lean", "bf16-true", "fp16-true"]
@@ -303,3 +303,28 @@ def test_a_checkpoint_of_another_precision_is_refused_and_the_run_folder_left_al
             made.train(resume_from_checkpoint=True)
         assert same(everything(made.model), kept)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_that_was_loaded_in_another_format_is_evaluated_in_it_and_not_trained_in_fp32(form: torch.dtype, tmp_path: Path) -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.line = nn.Embedding(5, 8), nn.Linear(8, 3)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            logits = self.line(self.table(input_ids))
+            return {"logits": logits} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    rows = [{"input_ids": torch.tensor(i % 5), "labels": torch.tensor(i % 3)} for i in range(8)]
+    model = Tokens().to(form)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    expected = model(torch.arange(8) % 5)["logits"].detach()
+    made = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True), train_dataset=rows, eval_dataset=rows)
+    assert made.evaluate()["eval_loss"] == pytest.approx(float(nn.functional.cross_entropy(expected, torch.arange(8) % 3)), rel=1e-6)
+    wide = expected if form == torch.float64 else expected.float()
+    assert torch.equal(torch.from_numpy(made.predict(rows).predictions), wide)
+    with pytest.raises(PolicyError, match=r"of the 3 trainable parameters are (16-bit|neither fp32 nor 16-bit)"):
+        made.train()
+    assert made.evaluate()["eval_loss"] > 0, "and evaluated again"
+    assert all(t.dtype == form and torch.equal(t, before[name]) for name, t in model.state_dict().items())

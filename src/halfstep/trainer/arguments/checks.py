@@ -44,7 +44,8 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
     "data_seed": 0,
 }
-BELOW: dict[str, float] = {"ema_decay": 1, "adam_beta1": 1, "adam_beta2": 1, "label_smoothing_factor": 1, "seed": 2**32, "data_seed": 2**63}
+BELOW: dict[str, float] = {"ema_decay": 1, "adam_beta1": 1, "adam_beta2": 1, "label_smoothing_factor": 1, "seed": 2**32, "ddp_timeout": 2**31}
+COUNTED = 2**63  # numbers that Python's and torch's counters hold are below it
 NEVER_ZERO = ("logging_steps", "eval_steps", "save_steps", "neftune_noise_alpha")
 
 
@@ -100,7 +101,8 @@ def check_ranges(args: Any) -> None:
             raise ConfigError(f"{name}={value} is too small", f"Use {least} or more.")
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"{name}={value} is no finite number", "Give it one.")
-    for name, limit in BELOW.items():
+    whole = {f.name: COUNTED for f in fields(args) if isinstance(getattr(args, f.name), int)}
+    for name, limit in (whole | BELOW).items():
         value = getattr(args, name)
         if value is not None and not value < limit:
             raise ConfigError(f"{name}={value} is too large", f"Use less than {limit}.")
@@ -114,7 +116,7 @@ def check_ranges(args: Any) -> None:
             raise ConfigError(f"{name}={value} is no whole number of steps", "Use a whole number, or less than 1 for a share of all steps.")
     if args.max_steps == 0 or args.max_steps < -1:
         raise ConfigError(f"max_steps={args.max_steps}", "Use 1 or more, or -1 for as many as num_train_epochs gives.")
-    if not (args.num_train_epochs > 0 and math.isfinite(args.num_train_epochs)) and (args.max_steps == -1 or args.num_train_epochs < 0):
+    if not (0 <= args.num_train_epochs < math.inf) or (args.num_train_epochs == 0 and args.max_steps == -1):
         raise ConfigError(f"num_train_epochs={args.num_train_epochs} trains nothing", "Use more than 0.")
     if args.warmup_ratio > 1:
         raise ConfigError(f"warmup_ratio={args.warmup_ratio} is more than the whole run", "Use a share between 0 and 1.")
