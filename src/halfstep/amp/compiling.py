@@ -23,9 +23,9 @@ class CompiledCall:
     """What runs instead of the call of `model` where it stands as `model._compiled_call_impl`: its forward method, as torch.compile has compiled it.
 
     options: those of torch.compile. It is compiled at the first call, after a `*-lean` policy has decided on the weights, so that they do not change
-    under a graph; and anew when a part of the model was pinned to fp32. A part with 16-bit weights cannot be traced while it is pinned: the model then
-    runs as it is written, and a warning says so. Precision is part of the graph, the hooks of the model itself are not: they run before and after it,
-    so that what watches the model sees its calls.
+    under a graph; and anew when a part of the model was pinned to fp32. A part with 16-bit weights cannot be traced while it is pinned: from then on
+    the model runs as it is written, and a warning says so. Precision is part of the graph. The hooks of the model itself are not: they run before and
+    after it, so that what watches the model sees its calls.
 
     torch counts compilations by the code that they are of, and runs what has more than a few (recompile_limit, 8) as it is written. So each of these
     has code of its own: models of one process do not count for each other.

@@ -278,8 +278,7 @@ class StepEngine:
     def unscale(self, optimizer: Optimizer) -> Verdict | None:
         """Judge the gradients of `optimizer` and, when they are fit, divide them by the loss scale in place.
 
-        Returns None when it has no gradients, or when the verdict will be read later. Raises StepOrderError when they were
-        unscaled already, or changed since the backward pass.
+        None when it has no gradients, or the verdict will be read later. Raises StepOrderError when they were unscaled already, or changed since.
         """
         record = self.state.record(optimizer)
         self.state.join_ranks(parameters(optimizer))
@@ -290,8 +289,7 @@ class StepEngine:
         clipping.adopt(self.state, optimizer)
         if self.state.scaling.active and record.unscaled and not record.stepped:
             raise StepOrderError(
-                "unscale_() was already called on this optimizer since its last step, or a clip has unscaled its gradients, and twice would divide "
-                "them by the scale twice",
+                "unscale_() was already called on this optimizer since its last step, or a clip has unscaled its gradients: twice divides them twice",
                 "Call it once per step, before clipping.",
             )
         if not self.state.scaling.active:
