@@ -36,9 +36,8 @@ _spare = _Spare()
 
 def like(weight: Tensor, use: int, dtype: torch.dtype) -> Tensor:
     """A tensor in the shape and strides of a dense `weight`, with any values in it: in the memory of the last one, if nobody holds that."""
-    if (
-        weight.numel() < LEAST or not scratch.plain(weight) or (use == GRADIENT and RELEASES and optim.handle_of(weight) is not None)
-    ):  # released: it is to be freed
+    released = use == GRADIENT and RELEASES and optim.handle_of(weight) is not None  # it is to be freed
+    if weight.numel() < LEAST or not scratch.plain(weight) or released:
         return torch.empty_like(weight, dtype=dtype)
     key, size = (id(weight), use), weight.numel() * dtype.itemsize
     known = _spare.blocks.get(key)

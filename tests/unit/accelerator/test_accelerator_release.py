@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Accelerator
+from halfstep.amp import recycled
 from halfstep.errors import ConfigError
 from halfstep.optim import AdamW, release
 
@@ -107,3 +108,37 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="used them up"):
         other.clip_grad_norm_(second.parameters(), 1.0)
     assert its_optimizer.step()
+
+
+class Tied(nn.Module):
+    """A table so large that its gradient is made in parts, and its memory kept for the next step where gradients are not released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(recycled.LEAST // 16, 16), nn.Linear(16, recycled.LEAST // 16, bias=False)
+        self.head.weight = self.table.weight
+        self.middle = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.middle(self.table(tokens))).float(), tokens)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-lean,weights=split24"])
+def test_a_large_tied_table_is_updated_once_and_its_gradient_is_not_kept(precision: str) -> None:
+    def trained(released: bool) -> list[Tensor]:
+        recycled.clear()
+        accelerator, model = Accelerator(precision=precision, cpu=True), Tied()
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-2))
+        if released:
+            accelerator.release(optimizer)
+        for step in range(2):
+            accelerator.backward(model(torch.arange(5) * 1000 + step))
+            assert (model.table.weight.grad is None) == released
+            assert optimizer.step()
+            optimizer.zero_grad()
+        kept = [key for key in recycled._spare.blocks if key == (id(model.table.weight), recycled.GRADIENT)]
+        assert not (released and kept)
+        return [model.table.weight.detach().clone(), *(t.clone() for t in optimizer.state[model.table.weight].values())]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(False), trained(True), strict=True))
