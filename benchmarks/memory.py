@@ -6,8 +6,8 @@ each precision, and adds up the tensors that are there: parameters, residuals, g
 a saved state by that of torch's own AdamW in fp32, written by torch.save.
 
 With --peak: the largest resident memory of fresh processes that take two steps of a sequence of 64 tokens (--quick: one step, two layers): torch's
-bf16 autocast with its fused AdamW, `bf16-lean,weights=split24`, and the same with gradient release. Once as the system counts it, and once less what the
-process had when its libraries were loaded (torch, transformers; for halfstep also numba and its compiled kernels).
+bf16 autocast with its fused AdamW, `bf16-lean,weights=split24`, and the same with gradient release. Once as the system counts it, and once less
+what the process had when its libraries were loaded (torch, transformers; for halfstep also numba and its compiled kernels).
 Run: python benchmarks/memory.py [--layers 12 --width 768 --vocabulary 50257] [--peak [--quick]]
 """
 
