@@ -71,7 +71,7 @@ def row(precision: str, options: argparse.Namespace, reference: int | None) -> d
         accelerator.backward(net(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
     found = measured(net, optimizer)
-    sizes = [(tuple(p.shape), p.dtype != torch.float32) for p in net.parameters()]
+    sizes = [(tuple(p.shape), p.dtype != torch.float32 and (p.grad_dtype == p.dtype or "table")) for p in net.parameters()]
     expected = model_bytes(sizes, accelerator.policy, "AdamW")
     count = sum(p.numel() for p in net.parameters())
     with tempfile.TemporaryDirectory() as folder:

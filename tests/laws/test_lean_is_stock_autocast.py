@@ -58,6 +58,30 @@ def bert() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     return transformers.BertForSequenceClassification(config), lambda seed: {"input_ids": tokens(seed), "labels": labels}
 
 
+def bert_with_tied_decoder() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, max_position_embeddings=16, pad_token_id=0
+    )
+    return transformers.BertForMaskedLM(config), lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed)}
+
+
+def t5() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    """One table that the encoder, the decoder and the head share."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config), lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed + 2)}
+
+
+def gemma() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    """Its embedding is a subclass that multiplies the rows by a number in the dtype of its weight."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
+    return transformers.Gemma3ForCausalLM(config), lambda seed: {"input_ids": tokens(seed), "labels": tokens(seed)}
+
+
 class Images(nn.Module):
     """Convolutions with batch norm, one of them transposed, and a linear head."""
 
@@ -130,8 +154,10 @@ def recurrent() -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     return Recurrent(), lambda seed: {"x": torch.randn(3, 5, 8, generator=seeded(seed))}
 
 
-MODELS = {f.__name__: f for f in (gpt2, llama, bert, images, experts, recurrent)}
-SHARE = {"gpt2": 0.7, "llama": 0.7, "bert": 0.7, "images": 0.9, "experts": 0.7, "recurrent": 0.9}  # of the weights, at least, that go to 16 bits
+MODELS = {f.__name__: f for f in (gpt2, llama, bert, images, experts, recurrent, bert_with_tied_decoder, t5, gemma)}
+TABLES = {"gpt2": "transformer.wte.weight", "t5": "shared.weight", "gemma": "model.embed_tokens.weight"}  # kept in 16 bits, for the head too
+TABLES["bert_with_tied_decoder"] = "bert.embeddings.word_embeddings.weight"
+SHARE = dict.fromkeys(MODELS, 0.7) | {"images": 0.9, "recurrent": 0.9}  # of the weights, at least, that go to 16 bits
 
 
 def made(name: str, precision: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
@@ -177,6 +203,8 @@ def test_loss_and_gradients_are_those_of_autocast(name: str, form: str) -> None:
     for name_, p in weights.items():
         assert p.dtype == (parse(f"{form}-lean").dtype if name_ in kept else torch.float32)
         assert (master_of(p) is not None) == (name_ in kept)
+    assert [n for n in kept if "embed" in n or "wte" in n or "shared" in n] == ([TABLES[name]] if name in TABLES else [])
+    assert name not in TABLES or weights[TABLES[name]].grad_dtype == torch.float32
 
 
 @pytest.fixture
@@ -187,7 +215,9 @@ def _native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_native")
 @pytest.mark.parametrize("ops", ["cuda", "device"])
-@pytest.mark.parametrize(("name", "form"), [("gpt2", "bf16"), ("llama", "fp16"), ("bert", "bf16"), ("images", "bf16"), ("experts", "fp16")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("gpt2", "bf16"), ("llama", "fp16"), ("bert", "bf16"), ("images", "bf16"), ("experts", "fp16"), ("t5", "bf16")]
+)
 def test_loss_and_gradients_are_those_of_torchs_own_casts(name: str, form: str, ops: str) -> None:
     (lean, batch), (mixed, _) = made(name, f"{form}-lean,ops={ops}"), made(name, f"{form}-mixed,ops={ops}")
     torch.manual_seed(0)
@@ -231,8 +261,9 @@ def test_weights_after_optimizer_steps_are_those_with_fp32_weights(name: str, fo
         assert torch.equal(p.detach(), values.to(p.dtype))
 
 
-def test_a_copy_of_a_lean_model_and_one_that_generates_go_on_like_autocast() -> None:
-    (lean, batch), (mixed, _) = made("llama", "bf16-lean"), made("llama", "bf16-mixed")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_copy_of_a_lean_model_and_one_that_generates_go_on_like_autocast(name: str) -> None:
+    (lean, batch), (mixed, _) = made(name, "bf16-lean"), made(name, "bf16-mixed")
     outputs = []
     for model in (lean, mixed):
         model.eval()

@@ -14,11 +14,12 @@ from torch import nn
 from halfstep import policy as policies  # what counts bytes is imported when it is first used
 from halfstep.accelerator.facts import model_facts
 from halfstep.amp import Products, bound_policy, products_of
-from halfstep.amp.discovery import KINDS, owned
+from halfstep.amp.discovery import KINDS, owned, tables
 from halfstep.checkpoint import Loaded
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.hardware import FAMILIES, emulated_families, measured_rates, probe
 from halfstep.policy import PRESETS, ModelFacts, Policy, Resolution, families_of, resolve
+from halfstep.policy.policy import Castable
 
 logger = logging.getLogger("halfstep")
 
@@ -49,7 +50,9 @@ def model_size(model: nn.Module, device: torch.device) -> policies.ModelSize:
     form = loaded.most_common(1)[0][0] if loaded else ""
     parameters = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
     castable = {id(p) for p in owned(model, PRESETS[f"{form or 'bf16'}-lean"], device).values()}
-    trained = tuple((tuple(p.shape), id(p) in castable) for p in parameters if p.requires_grad)
+    looked_up = castable & tables(model).keys()
+    kinds: list[Castable] = ["table" if id(p) in looked_up else id(p) in castable for p in parameters if p.requires_grad]
+    trained = tuple(zip([tuple(p.shape) for p in parameters if p.requires_grad], kinds, strict=True))
     frozen = sum(t.nbytes for t in (*(p for p in parameters if not p.requires_grad), *model.buffers()))
     return policies.ModelSize(trained, frozen, form, _families(model))
 

@@ -19,7 +19,7 @@ from halfstep.amp.joined import JoinedWeights, joined_weights
 from halfstep.amp.lean import layout_of, prepare, refuse_cast, undo
 from halfstep.amp.mode import Within, inside
 from halfstep.amp.ops import HALF, check_lists
-from halfstep.amp.settling import Care, minded, settle
+from halfstep.amp.settling import Care, before_compiled, minded, settle
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, chosen, select
 
@@ -154,11 +154,11 @@ def _binds(part: nn.Module) -> bool:
 
 
 def settle_now(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let a bound module decide now on its weights, as its first call with these arguments would; nothing for a module that has nothing to decide."""
+    """Let a bound module decide now on its weights, as its first compiled call with these arguments would; nothing for one with nothing to decide."""
     made, forward = layout_of(module), module.__dict__.get("forward")
     under = getattr(getattr(forward, "__func__", None), "halfstep_under", None)
     if made is not None and not made.settled and under is not None:
-        settle(module, made, under, args, kwargs)
+        settle(module, made, under, args, kwargs, compiled=True)
 
 
 def inner_function(module: nn.Module) -> Callable[..., Any]:
@@ -205,8 +205,11 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if care == "masters" and (made := layout_of(self)) is not None:
             if not made.settled:
-                settle(self, made, forward, args, kwargs)
-            elif made.frozen and not torch.compiler.is_compiling():
+                settle(self, made, forward, args, kwargs, torch.compiler.is_compiling())
+            elif torch.compiler.is_compiling():
+                if made.tables:
+                    before_compiled(made)
+            elif made.frozen:
                 made.thaw()
         elif policy.whole:
             if not torch.compiler.is_compiling():

@@ -1,16 +1,21 @@
-"""Which weights can live in 16 bits with the forward pass unchanged: those that autocast only ever casts.
+"""Which weights can live in 16 bits with the forward pass unchanged: those that autocast only ever casts, and tables that rows are looked up in.
 
 Two rules, and a weight must pass both. The owner rule looks at the modules that hold it: every one is of a kind whose forward pass hands this weight
-to a 16-bit product and does nothing else with it. The use rule looks at one forward pass: whatever happened to the weight was a cast to the 16-bit
-format. A weight that this forward pass did not reach (an expert that no token went to) passes by the owner rule.
+to a 16-bit product or looks rows up in it, and does nothing else with it. The use rule looks at one forward pass: whatever happened to the weight was
+a cast to the 16-bit format or a lookup. A weight that this forward pass did not reach (an expert that no token went to) passes by the owner rule.
+
+Tables: rows are fp32 under autocast, so only storages whose residual makes the fp32 value of a row keep tables in 16 bits, and their gradient stays
+fp32. With 2 bytes of residual (split) that saves nothing but the 16-bit copy that a product makes, so it is done for tables that are the weight of
+a product too; with 1 byte (split24) for all. Frozen tables need no residual where 16 bits hold them exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any
+from types import MappingProxyType, MethodType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +25,7 @@ from halfstep.amp.ops import LOW_ON_CUDA_ONLY
 from halfstep.amp.rehearsal import storage_of
 from halfstep.optim.masters import LARGEST_FP16
 from halfstep.policy import Policy, select
+from halfstep.policy.policy import TABLES
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Kind:
     ops: tuple[str, ...]
 
 
+Use = Literal["cast", "rows", "other"]
 PAIR = ("weight", "bias")
 RECURRENT = ("weight_", "bias_")
 KINDS = (
@@ -49,40 +56,86 @@ KINDS = (
 FOREIGN = (("transformers.", "Conv1D", PAIR, ("addmm",)),)  # package, class, weights, ops: known by name, so that nothing needs be imported
 
 
-def castable(module: nn.Module, policy: Policy, device: torch.device, run: Callable[[], Any], apart: Collection[str] = ()) -> tuple[str, ...]:
+BY_PRODUCTS_TOO = ("split",)  # of the storages that keep tables, those that save memory by it only where a product has the table for its weight
+
+
+def castable(
+    module: nn.Module,
+    policy: Policy,
+    device: torch.device,
+    run: Callable[[], Any],
+    apart: Collection[str] = (),
+    lookups: Mapping[int, int] = MappingProxyType({}),
+) -> tuple[str, ...]:
     """Names of the fp32 parameters of `module` that pass both rules, in the module's order; a tied one by its first name.
 
     run: one forward pass under the policy, with gradients off; it should leave no trace (`Rehearsal`). apart: names of parts that are bound to a
-    policy of their own, whose parameters are left alone.
+    policy of their own, whose parameters are left alone. lookups: how often `run` has given a parameter, by its id, to a lookup that will be seen
+    later too: other lookups are uses like any.
     """
     allowed = owned(module, policy, device, apart)
     watch = _Uses(allowed, policy.dtype)
     with watch:
         run()
-    return tuple(name for name in allowed if name not in watch.direct)
+    known = {who: count for who, count in lookups.items() if who in tables(module)}
+    unseen = {name for name, count in watch.lookups.items() if count > known.get(id(allowed[name]), 0)}
+    return tuple(name for name in allowed if name not in watch.direct and name not in unseen)
 
 
 def owned(module: nn.Module, policy: Policy, device: torch.device, apart: Collection[str] = ()) -> dict[str, nn.Parameter]:
-    """The parameters that pass the owner rule, by name: fp32 ones, and those in the policy's 16-bit format already.
+    """The parameters that pass the owner rule, by name: fp32 ones, and those in the policy's 16-bit format already. `tables` are among them.
 
     Not among them: parts of modules that `policy.fp32` holds in fp32, parametrized and normed weights, views of each other, frozen weights that the
     16-bit format does not hold exactly, and under fp16 weights of a magnitude above 2^15.
     """
     held = (*(select((name for name, _ in module.named_modules()), policy.fp32) if policy.fp32 else ()), *apart)
-    owners: dict[int, list[bool]] = {}
+    owners: dict[int, list[Use]] = {}
     found: dict[str, nn.Parameter] = {}
     for place, part in module.named_modules(remove_duplicate=False):
         free = not any(place == h or place.startswith(f"{h}.") or not h for h in held)
         for name, p in part._parameters.items():
             if p is not None:
                 found.setdefault(f"{place}.{name}" if place else name, p)
-                owners.setdefault(id(p), []).append(free and _only_casts(part, name, policy, device))
+                owners.setdefault(id(p), []).append(_use(part, name, policy, device) if free else "other")
     views = _overlapping(list({id(p): p for p in found.values()}.values()))
     passed: dict[int, str] = {}
     for name, p in found.items():
-        if id(p) not in passed and id(p) not in views and all(owners[id(p)]) and _fits(p, policy.dtype):
+        if id(p) not in passed and id(p) not in views and _may(owners[id(p)], p, policy) and _fits(p, policy.dtype):
             passed[id(p)] = name
     return {name: found[name] for name in passed.values()}
+
+
+def storage_for(policy: Policy) -> str:
+    """How a weight that a policy holds in 16 bits keeps its master."""
+    return "split" if policy.weights == "fp32" else policy.weights
+
+
+def tables(module: nn.Module) -> dict[int, bool]:
+    """The weights of embeddings, by id; whether one of them has a forward method of its own, of which only a look at a forward pass can tell more."""
+    found: dict[int, bool] = {}
+    for part in module.modules():
+        p = part._parameters.get("weight") if isinstance(part, nn.Embedding) else None
+        if p is not None:
+            found[id(p)] = found.get(id(p), False) or type(part).forward is not nn.Embedding.forward
+    return found
+
+
+def _may(uses: list[Use], p: nn.Parameter, policy: Policy) -> bool:
+    """Whether a parameter that modules use so may be kept in 16 bits, and is not better kept in fp32."""
+    if "other" in uses:
+        return False
+    if "rows" not in uses or not p.requires_grad:
+        return True
+    storage = storage_for(policy)
+    return storage in TABLES and (storage not in BY_PRODUCTS_TOO or "cast" in uses)
+
+
+def _use(part: nn.Module, name: str, policy: Policy, device: torch.device) -> Use:
+    """What this module does with the weight of that name: it hands it to 16-bit products, or looks rows up in it, or something else."""
+    if isinstance(part, nn.Embedding):
+        plain = part.max_norm is None and not part.sparse and "embedding" not in policy.half_ops and forward_of(part) is type(part).forward
+        return "rows" if name == "weight" and plain else "other"
+    return "cast" if _only_casts(part, name, policy, device) else "other"
 
 
 def _only_casts(part: nn.Module, name: str, policy: Policy, device: torch.device) -> bool:
@@ -149,13 +202,13 @@ def _fits(p: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which of the parameters are used other than by a cast to `dtype`, by the memory that ops are given."""
+    """Notes which of the parameters are used other than by a cast to `dtype` or a lookup, and counts these, by the memory that ops are given."""
 
     supports_higher_order_operators = True
 
     def __init__(self, watched: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype, self.direct = dtype, set[str]()
+        self.dtype, self.direct, self.lookups = dtype, set[str](), Counter[str]()
         self._names: dict[int | None, list[str]] = {}
         for name, p in watched.items():
             if p.dtype == torch.float32:  # a use of one that is 16-bit looks like a cast one's: these are told by their functions
@@ -167,7 +220,11 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = enumerate((*args, *kwargs.values()))
             for place, t in ((i, t) for i, a in given for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)):
                 names = self._names.get(storage_of(t))
-                if names is not None and not self._casts(func, place, args, kwargs):
+                if names is None or self._casts(func, place, args, kwargs):
+                    continue
+                if func is torch.ops.aten.embedding.default and place == 0:
+                    self.lookups.update(names)
+                else:
                     self.direct.update(names)
         return func(*args, **kwargs)
 

@@ -2,8 +2,8 @@
 
 `w.norm()`, `w * mask`, a penalty in the forward pass: stock autocast hands these the fp32 weight. Inside the forward pass of a module whose weights a
 policy keeps in 16 bits they get the master, joined anew at each use, and their gradient goes to the weight. Products, views and questions about shape
-see the 16-bit weight; its `dtype` is answered with fp32, so that the code of a model takes the same branches. torch.compile traces past this:
-discovery has made sure that the first forward pass needs none of it.
+see the 16-bit weight, and a lookup of rows gets those of the master; its `dtype` is answered with fp32, so that the code of a model takes the same
+branches. torch.compile traces past this: discovery has made sure that the first forward pass needs none of it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfstep.amp.embedding import rows
 from halfstep.amp.mode import OPENED, inside
 from halfstep.amp.ops import HALF, LOW, LOW_ON_CUDA_ONLY, every_form, names
+from halfstep.amp.rounding import forward_mode, transformed
 from halfstep.optim import Master, master_of
 from halfstep.policy import Policy
 
@@ -31,6 +34,7 @@ _VIEWS = names(
     """view view_as reshape t transpose permute unsqueeze squeeze expand chunk split tensor_split split_with_sizes unbind narrow select __getitem__
     flatten unflatten movedim moveaxis swapaxes swapdims diagonal as_strided contiguous ravel adjoint hsplit vsplit dsplit unfold __iter__"""
 )
+LOOKUPS = frozenset((F.embedding, torch.embedding))
 _DTYPE = inspect.getattr_static(torch._C.TensorBase, "dtype").__get__
 _IN_PLACE = frozenset(f"__i{name}__" for name in names("add sub mul truediv floordiv mod pow and or xor lshift rshift")) | {"__setitem__"}
 
@@ -83,6 +87,8 @@ class JoinedWeights:
 
     def touches(self, device: str, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether this call is given such a weight, or a view of one, and is no 16-bit product of it."""
+        if self.seen is not None and func in LOOKUPS:
+            self.seen.looked_up(_lookup(func, args, kwargs))
         if func in self._products and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.dtype:
             if self.seen is not None:
                 self.seen.multiplied(args, kwargs)
@@ -104,6 +110,8 @@ class JoinedWeights:
         if func == _DTYPE:
             return True, torch.float32, (), {}
         name = getattr(func, "__name__", "")
+        if func in LOOKUPS and (found := self._rows(func, args, kwargs)) is not None:
+            return True, found, (), {}
         if func in self._asked or name in ("__get__", "__set__"):
             return False, None, args, kwargs
         if func in self._views:
@@ -128,6 +136,16 @@ class JoinedWeights:
         if t.requires_grad and torch.is_grad_enabled():
             values = _Joined.apply(p, values)  # type: ignore[no-untyped-call]
         return values if t is p else _same_view(values, t, p)
+
+    def _rows(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Rows of a kept table, or None where its master has to be joined as a whole."""
+        given = _lookup(func, args, kwargs)
+        weight = given["weight"]
+        if _is_unusual(given) or type(weight) is Tensor or transformed() or forward_mode():
+            return None
+        if weight.requires_grad and weight.grad_dtype != torch.float32:  # no table, but a weight of products
+            self._tell(weight, func.__name__)
+        return rows(**given)
 
     def _write(self, func: Any, target: Tensor, args: Any, kwargs: Any) -> Tensor:
         """A write to a weight, done to its master."""
@@ -162,7 +180,15 @@ class Seen:
 
     def __init__(self) -> None:
         self.direct: set[int] = set()  # kept ones that something else than a product was given
+        self.lookups: dict[int, int] = {}  # how often each was given to an embedding, by functions that a mode sees
         self._products: dict[tuple[int, int], int] = {}
+
+    def looked_up(self, given: dict[str, Any]) -> None:
+        """Note the table of a lookup; one whose rows are renormalized, or whose gradient is a list of rows, as used otherwise."""
+        table = given["weight"]
+        self.lookups[id(table)] = self.lookups.get(id(table), 0) + 1
+        if _is_unusual(given):
+            self.direct.add(id(table))
 
     def multiplied(self, args: Any, kwargs: Any) -> None:
         """Note the weights that a product is given; parts of one (packed projections) count by themselves."""
@@ -175,6 +201,24 @@ class Seen:
     def shared(self) -> set[int]:
         """Those that several products were given."""
         return {who for (who, _), count in self._products.items() if count > 1}
+
+
+_EMBEDDING = names("input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
+_BARE_EMBEDDING = names("weight input padding_idx scale_grad_by_freq sparse")
+
+
+def _lookup(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a lookup by the names that F.embedding has for them."""
+    if func is F.embedding:
+        return dict(zip(_EMBEDDING, args, strict=False)) | (kwargs or {})
+    given = dict(zip(_BARE_EMBEDDING, args, strict=False)) | {"input" if k == "indices" else k: v for k, v in (kwargs or {}).items()}
+    padding = given.pop("padding_idx", -1)  # which is no row here
+    return given | {"padding_idx": padding if padding >= 0 else None}
+
+
+def _is_unusual(given: dict[str, Any]) -> bool:
+    """Whether a lookup writes to its table, or gives it a sparse gradient."""
+    return given.get("max_norm") is not None or bool(given.get("sparse"))
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

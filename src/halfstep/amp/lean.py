@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp.discovery import owned
+from halfstep.amp.discovery import owned, storage_for, tables
+from halfstep.amp.loads import follow_loads, leave_loads
 from halfstep.amp.ops import HALF
 from halfstep.errors import ConfigError, PolicyError, suggest
 from halfstep.numerics import table_loss
 from halfstep.optim import Master, attach, detach, dtype_name, full_values, master_of
 from halfstep.optim.masters import LARGEST_FP16
 from halfstep.policy import Policy, select
+from halfstep.policy.policy import TABLES
 
 logger = logging.getLogger("halfstep")
 LAYOUT = "halfstep_layout"  # the attribute of a bound module
@@ -34,8 +36,9 @@ FP32_MODULES = (nn.modules.batchnorm._NormBase,)
 class Layout:
     """What became of the weights of one bound module. It stands on the module, and goes with it through deepcopy and pickle.
 
-    kept: the parameters in 16 bits, by name. shared: those of them that several products of one forward pass are given. loaded: the dtype each
-    floating parameter and buffer had when the module was bound. settled: whether the first call, which decides on `kept`, has been.
+    kept: the parameters in 16 bits, by name. tables: those of them that rows are looked up in. shared: these, and what several products of one
+    forward pass are given. loaded: the dtype each floating parameter and buffer had when the module was bound. settled: whether the first call, which
+    decides on `kept`, has been.
     """
 
     def __init__(self, policy: Policy, device: torch.device, loaded: dict[str, torch.dtype], apart: tuple[str, ...] = ()) -> None:
@@ -44,24 +47,31 @@ class Layout:
         self.given = False  # whether `kept` is decided, by a checkpoint
         self.frozen = False  # whether weights are kept that were frozen, without the rest of a master
         self.kept: dict[str, nn.Parameter] = {}
+        self.tables: set[str] = set()
         self.shared: set[str] = set()
 
     @property
     def storage(self) -> str:
         """How a weight that is in 16 bits keeps its master."""
-        return "split" if self.policy.weights == "fp32" else self.policy.weights
+        return storage_for(self.policy)
 
-    def keep(self, module: nn.Module, name: str) -> None:
-        """Put a parameter into 16 bits with its master beside it. A frozen one is held exactly, and needs nothing beside it until it is trained."""
+    def keep(self, module: nn.Module, name: str, table: bool = False) -> None:
+        """Put a parameter into 16 bits with its master beside it. A frozen one is held exactly, and needs nothing beside it until it is trained.
+
+        table: rows are looked up in it, whose gradients are summed in fp32.
+        """
         p = module.get_parameter(name)
         attach(p, self.storage if p.requires_grad else "plain", self.policy.dtype)
         self.frozen |= not p.requires_grad
         p.halfstep_name = name  # type: ignore[attr-defined]  # for what may have to be said about it
         self.kept[name] = p
-        _follow_loads(module.get_submodule(name.rpartition(".")[0]))
+        if table:
+            self.tables.add(name)
+            self.share(name)
+        follow_loads(module.get_submodule(name.rpartition(".")[0]))
 
     def share(self, name: str) -> None:
-        """Let the gradients that several products have for a parameter be summed in fp32, as those of an fp32 weight are: 4 bytes per weight.
+        """Let the gradients that several uses have for a parameter be summed in fp32, as those of an fp32 weight are: 4 bytes per weight.
 
         Autograd casts each of them to the dtype that the parameter takes, and then adds.
         """
@@ -78,14 +88,29 @@ class Layout:
         detach(p)
         for mark in ("halfstep_name", "halfstep_told"):
             p.__dict__.pop(mark, None)
+        self.tables.discard(name)
         self.shared.discard(name)
 
     def thaw(self) -> None:
-        """Give masters to weights that were frozen when they were put into 16 bits, and are trained now."""
-        for p in self.kept.values():
-            if p.requires_grad and self.storage != "plain" and (master := master_of(p)) is not None and master.storage.name == "plain":
+        """Give masters to weights that were frozen when they were put into 16 bits, and are trained now; tables that cannot have one become fp32."""
+        for name, p in list(self.kept.items()):
+            if not p.requires_grad or (master := master_of(p)) is None or master.storage.name != "plain":
+                continue
+            if name in self.tables and self.storage not in TABLES:
+                self.give_up(name)
+            elif self.storage != "plain":
                 del p.halfstep_master  # type: ignore[attr-defined]
                 attach(p, self.storage)
+
+    def widen_tables(self) -> None:
+        """Make trained embedding tables fp32: a graph of torch.compile would round the gradient of a 16-bit one."""
+        for name in [name for name in self.tables if self.kept[name].requires_grad]:
+            self.give_up(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for name in self.shared:  # pickle leaves out what a parameter says of its gradient
+            self.share(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         twin = Layout(self.policy, self.device, dict(self.loaded), self.apart)
@@ -101,6 +126,7 @@ class Layout:
             other.halfstep_name = name  # type: ignore[attr-defined]
             if name in self.shared:
                 twin.share(name)
+        twin.tables = set(self.tables)
         return twin
 
 
@@ -178,7 +204,7 @@ def undo(module: nn.Module) -> None:
         for t in _floating(module, found.apart).values():
             _widen(t)
     for part in module.modules():
-        _leave_loads(part)
+        leave_loads(part, _look_again)
     del module.__dict__[LAYOUT]
 
 
@@ -196,7 +222,7 @@ def convert(module: nn.Module, policy: Policy, names: Iterable[str]) -> None:
             f"{len(wanted)} weights are to be 16-bit, and this {type(module).__name__} is not bound to a policy that keeps any so",
             f"Bind it to {policy}.",
         )
-    known = dict(module.named_parameters())
+    known, looked_up = dict(module.named_parameters()), tables(module)
     for name in wanted:
         if name not in known:
             raise PolicyError(f"{name} is to be 16-bit, and the model has no parameter of that name", suggest(name, known))
@@ -205,7 +231,7 @@ def convert(module: nn.Module, policy: Policy, names: Iterable[str]) -> None:
             found.give_up(name)
         for name in wanted:
             if name not in found.kept:
-                found.keep(module, name)
+                found.keep(module, name, id(known[name]) in looked_up)
         found.given = bool(wanted)
 
 
@@ -272,8 +298,9 @@ def _bring_up(module: nn.Module, made: Layout, count: int) -> None:
     for t in _floating(module, made.apart).values():
         if id(t) not in stay:
             _widen(t)
+    looked_up = tables(module)
     for name in kept:
-        made.keep(module, name)
+        made.keep(module, name, id(own[name]) in looked_up)
     made.settled = not kept and not policy.is_lean
     logger.info(
         "%s: %d parameters were loaded in 16 bits; %d that autocast only casts stay %s with %s masters, the others went up to fp32, so that the "
@@ -323,55 +350,6 @@ def _is_table(own: str, buffer: Tensor, dtype: torch.dtype) -> bool:
     kept as wide too, if it is of frequencies: what is computed of them is in fp32 then.
     """
     return own.endswith("inv_freq") or table_loss(own, buffer.to(dtype)) is not None
-
-
-# --- what is loaded into 16-bit weights: torch copies into the 16 bits, and the rest of an fp32 value belongs into the master ---------------------
-
-_loading = threading.local()
-
-
-def _follow_loads(part: nn.Module) -> None:
-    """See to it that fp32 values loaded into this module's own 16-bit weights become their masters in full."""
-    if not any(getattr(hook, "hook", None) is _before_load for hook in part._load_state_dict_pre_hooks.values()):
-        part.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-        part.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
-
-
-def _leave_loads(part: nn.Module) -> None:
-    for hooks in (part._load_state_dict_pre_hooks, part._load_state_dict_post_hooks):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_before_load, _after_load, _look_again)]:
-            del hooks[key]
-
-
-def _before_load(part: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    found = {}
-    for name, p in part._parameters.items():
-        value, master = state_dict.get(prefix + name), master_of(p) if p is not None else None
-        if p is not None and master is not None and isinstance(value, Tensor) and value.shape == p.shape:
-            found[name] = (value, master.storage.name, p.dtype)
-    if not hasattr(_loading, "values"):
-        _loading.values = {}
-    _loading.values[id(part)] = found
-
-
-@torch.no_grad()
-def _after_load(part: nn.Module, *_: Any) -> None:
-    for name, (value, storage, dtype) in getattr(_loading, "values", {}).pop(id(part), {}).items():
-        p = part._parameters[name]
-        assert p is not None
-        if master_of(p) is None and p.dtype == torch.float32:  # assign=True: the parameter is the loaded one
-            attach(p, storage, dtype)
-        master = master_of(p)
-        if master is None:
-            continue
-        if value.dtype in HALF:
-            master.refresh()
-            continue
-        if storage == "plain" and not p.requires_grad and not torch.equal(value.to(p.device, dtype).float(), value.to(p.device, torch.float32)):
-            detach(p)  # frozen, and held in 16 bits because they held it exactly
-            p.copy_(value)
-        else:
-            master.write(value)
 
 
 def _look_again(module: nn.Module, *_: Any) -> None:

@@ -68,7 +68,7 @@ class _Weighted(torch.autograd.Function):
         if need_w and not torch.is_grad_enabled() and not scratch.is_batch(grad):
             sofar = recycled.so_far(weight)
             # a tensor of its own and no view: to such a one autograd adds other gradients of a shared weight in place
-            found_w = recycled.like(weight, recycled.GRADIENT, weight.dtype) if sofar is None else torch.empty_like(weight)
+            found_w = recycled.gradient(weight) if sofar is None else torch.empty_like(weight, dtype=recycled.takes(weight))
             into = found_w.mT if ctx.turned else found_w
         if torch.is_grad_enabled():  # the gradients will be differentiated in their turn, so they are made of the weight itself
             if weight._version != ctx.version:

@@ -57,6 +57,17 @@ def low(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return like(weight, LOW, dtype).copy_(weight)
 
 
+def gradient(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Where a gradient of `weight`, a leaf, may be made, with any values in it; in `dtype`, by default in that which the weight takes."""
+    return like(weight, GRADIENT, dtype or takes(weight))
+
+
+def takes(weight: Tensor) -> torch.dtype:
+    """The dtype in which autograd gives a leaf its gradient: fp32 for a 16-bit one that several sums go to."""
+    found: torch.dtype | None = weight.grad_dtype
+    return found or weight.dtype
+
+
 def begin(weight: Tensor, gradient: Tensor) -> None:
     """`gradient` is what the backward pass at hand has found for `weight` so far, and autograd will be given it."""
     if weight.numel() >= LEAST:

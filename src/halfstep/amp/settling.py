@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.amp.as_written import as_written
 from halfstep.amp.autocast import forward_context
-from halfstep.amp.discovery import castable, owned
+from halfstep.amp.discovery import castable, owned, tables
 from halfstep.amp.embedding import with_embedding
 from halfstep.amp.joined import JoinedWeights, Seen
 from halfstep.amp.lean import Layout, not_castable, settling
@@ -32,22 +32,24 @@ def minded(care: Care, device: str) -> AbstractContextManager[Any]:
     if care == "none":
         return _PLAIN
     mode = current(device)
-    if care == "tables":
+    if care == "tables" or torch.compiler.is_compiling():  # while it traces nobody looks out for kept tables
         return Applied(device, with_embedding(mode.tables if mode is not None else _NOTHING))
     return Applied(device, _NOTHING) if mode is None else _PLAIN
 
 
-def settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args: Any, kwargs: Any, compiled: bool = False) -> None:
     """Before the first forward pass of a bound module: rehearse it, and put into 16 bits what its policy wants there.
+
+    compiled: torch.compile runs it. Embedding tables that are trained then stay fp32: graphs give 16-bit parameters 16-bit gradients.
 
     Put off to a later call while parameters are not there yet (lazy modules) or stand-ins for them are (torch.func). Arguments that can be read
     only once (iterators) are not touched: the owner rule then decides alone, and uses that it could not know of join the master.
     Raises PolicyError when a `*-lean` policy finds nothing to keep in 16 bits, and whatever the forward pass raises.
     """
     if "torch._dynamo" in sys.modules:  # a compiled model is rehearsed as it was written
-        _eagerly(_settle, module, layout, forward, args, kwargs)
+        _eagerly(_settle, module, layout, forward, args, kwargs, compiled or any(map(_is_compiled, module.modules())))
     else:
-        _settle(module, layout, forward, args, kwargs)
+        _settle(module, layout, forward, args, kwargs, False)
 
 
 def _eagerly(function: Callable[..., None], /, *args: Any) -> None:
@@ -59,10 +61,20 @@ def _forced(function: Callable[..., None], /, *args: Any) -> None:
         function(*args)
 
 
-settle._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs it and does not look inside
+def before_compiled(layout: Layout) -> None:
+    """Before a graph is made of a model that has decided on its weights when it ran eagerly: its tables are fp32 from now on."""
+    _eagerly(layout.widen_tables)
 
 
-def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+settle._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs these and does not look inside
+before_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+
+
+def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args: Any, kwargs: Any, compiled: bool) -> None:
     with settling, torch.inference_mode(False):
         if layout.settled or not _is_itself(module):
             return
@@ -93,9 +105,9 @@ def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args
         if _read_once((*args, *kwargs.values())):
             names: Collection[str] = owned(module, policy, device, layout.apart)
         else:
-            names = castable(module, policy, device, rehearse, layout.apart)
+            names = castable(module, policy, device, rehearse, layout.apart, seen.lookups)
         if not layout.given:
-            _decide(module, layout, names, seen)
+            _decide(module, layout, names, seen, compiled)
         for name, p in layout.kept.items():
             if id(p) in seen.shared:
                 layout.share(name)
@@ -103,16 +115,22 @@ def _settle(module: nn.Module, layout: Layout, forward: Callable[..., Any], args
         _report(module, layout)
 
 
-def _decide(module: nn.Module, layout: Layout, names: Collection[str], seen: Seen) -> None:
+def _decide(module: nn.Module, layout: Layout, names: Collection[str], seen: Seen, compiled: bool) -> None:
     """Put into 16 bits what both rules allow; make fp32 what had been loaded in 16 bits and is used otherwise."""
+    looked_up = tables(module)
+    # the parameters that are used otherwise; an embedding with a forward method of its own may be, unless that was seen
+    direct = seen.direct | {who for who, own in looked_up.items() if own and who not in seen.lookups}
+    if compiled:
+        direct |= {id(p) for p in module.parameters() if p.requires_grad and id(p) in looked_up}
     for name, p in list(layout.kept.items()):
-        if id(p) in seen.direct:
+        if id(p) in direct:
             layout.give_up(name)
     if not layout.policy.is_lean:
         return
     for name in names:
-        if name not in layout.kept and id(module.get_parameter(name)) not in seen.direct:
-            layout.keep(module, name)
+        p = module.get_parameter(name)
+        if name not in layout.kept and id(p) not in direct:
+            layout.keep(module, name, id(p) in looked_up)
     if not layout.kept:
         raise not_castable(module, layout.policy)
 

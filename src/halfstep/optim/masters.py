@@ -63,17 +63,17 @@ class Master:
         self._parameter, self._version = ref(parameter), parameter._version
 
     def follow(self) -> None:
-        """Take notice of what others did to the parameter since the last write: new values, another device, other strides."""
+        """Take notice of what others did to the parameter since the last write: new values, another device, other strides, more or fewer rows."""
         p, residual = self.parameter, self.residual
-        if p._version == self._version and (residual is None or (residual.stride() == p.stride() and residual.device == p.device)):
+        if p._version == self._version and (residual is None or _lies_beside(residual, p)):
             return
         with torch.no_grad():
             self._follow(p)
 
     def _follow(self, p: Tensor) -> None:
-        if self.residual is not None and (self.residual.device != p.device or self.residual.stride() != p.stride()):
+        if self.residual is not None and not _lies_beside(self.residual, p):
             self.residual = _like(self.residual, p)
-        if self._copy is not None and (self._copy.device != p.device or self._copy.stride() != p.stride()):
+        if self._copy is not None and not _lies_beside(self._copy, p):
             self._copy = _like(self._copy, p)
         if p._version == self._version:
             return
@@ -149,8 +149,19 @@ class Master:
 torch.serialization.add_safe_globals([Master])  # a pickled parameter brings its master: torch.load(weights_only=True) may make one
 
 
+def _lies_beside(tensor: Tensor, p: Tensor) -> bool:
+    return tensor.shape == p.shape and tensor.stride() == p.stride() and tensor.device == p.device
+
+
 def _like(tensor: Tensor, p: Tensor) -> Tensor:
-    return torch.empty_like(p, dtype=tensor.dtype).copy_(tensor)
+    """`tensor` where and as `p` lies. Of one that has got more rows, or fewer, those that both have are kept, and others are 0."""
+    if tensor.shape == p.shape:
+        return torch.empty_like(p, dtype=tensor.dtype).copy_(tensor)
+    made = torch.zeros_like(p, dtype=tensor.dtype, requires_grad=False)
+    if tensor.dim() and tensor.shape[1:] == p.shape[1:]:
+        rows = min(len(tensor), len(p))
+        made[:rows].copy_(tensor[:rows])
+    return made
 
 
 def storage_named(name: str) -> Storage:

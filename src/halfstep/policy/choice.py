@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from halfstep.hardware import FAMILIES, Capabilities, Rates
 from halfstep.policy.memory import model_bytes
 from halfstep.policy.parse import parse
-from halfstep.policy.policy import PRESETS, Policy
+from halfstep.policy.policy import PRESETS, Castable, Policy
 
 SHARE = 0.5  # of the device's memory for weights, gradients and states: what activations take depends on the batch
 
@@ -17,11 +17,11 @@ SHARE = 0.5  # of the device's memory for weights, gradients and states: what ac
 class ModelSize:
     """What the choice needs to know of a model.
 
-    trained: its trainable tensors, each once, as (shape, whether autocast only ever casts it). frozen: bytes of the others, and of buffers.
+    trained: its trainable tensors, each once, as (shape, whether a policy may keep it in 16 bits). frozen: bytes of the others, and of buffers.
     loaded: the 16-bit format that most of the trainable parameters are in that are 16-bit, or "". families: the products that it is made of.
     """
 
-    trained: tuple[tuple[tuple[int, ...], bool], ...]
+    trained: tuple[tuple[tuple[int, ...], Castable], ...]
     frozen: int = 0
     loaded: str = ""
     families: tuple[str, ...] = FAMILIES

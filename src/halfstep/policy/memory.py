@@ -6,9 +6,9 @@
     split24                   2        1         2
     stochastic, plain         2        0         2
 
-A 16-bit weight's gradient takes 4 bytes while micro-batches are added up, and none between the backward pass and the step where it is released
-(`halfstep.optim.release`) in a window of one micro-batch. A moment takes 4 bytes in fp32, 2 in bf16, and 1 in int8 plus one
-fp32 scale per block of 128 values of a tensor.
+A 16-bit weight's gradient takes 4 bytes while micro-batches are added up, and always for an embedding table, whose rows are summed in fp32. With
+gradient release none lasts unless they are added up, and what is there for a moment is not counted. A moment takes 4 bytes in fp32, 2 in bf16, and 1
+in int8 plus one fp32 scale per block of 128 values of a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar
 from halfstep.errors import ConfigError, suggest
 from halfstep.numerics import BLOCK
 from halfstep.policy.parse import parse
-from halfstep.policy.policy import Policy
+from halfstep.policy.policy import TABLES, Castable, Policy
 
 Role = Literal["first", "second"] | None
 RESIDUALS = {"fp32": 0, "split": 2, "split24": 1, "kahan": 2, "stochastic": 0, "plain": 0}
@@ -84,20 +84,26 @@ class Footprint:
     """Bytes per weight of large tensors under a policy with an optimizer.
 
     castable: of a weight that the policy holds in 16 bits: with autocast one whose every use is a cast (of products and convolutions, with their
-    biases), under `*-true` each outside the modules that `fp32=` names. other: of a weight that stays fp32. Both are the same where all weights are.
+    biases), under `*-true` each outside the modules that `fp32=` names. table: of an embedding table that it holds in 16 bits and makes fp32 rows of.
+    other: of a weight that stays fp32. All are the same where all weights are.
     """
 
     policy: Policy
     optimizer: str
     castable: Bytes[float]
+    table: Bytes[float]
     other: Bytes[float]
     released: bool = False
 
     @property
     def text(self) -> str:
         """The bytes and what they are of, in one line."""
-        kinds = ("parameter", "") if self.castable == self.other else ("16-bit", "fp32") if self.policy.whole else ("castable", "other")
-        pairs = [(kind, b) for kind, b in zip(kinds, (self.castable, self.other), strict=True) if kind]
+        kinds = (
+            ("parameter", "", "") if self.castable == self.other else ("16-bit", "", "fp32") if self.policy.whole else ("castable", "table", "other")
+        )
+        if self.table.total == self.other.total:
+            kinds = (kinds[0], "", kinds[2])
+        pairs = [(kind, b) for kind, b in zip(kinds, (self.castable, self.table, self.other), strict=True) if kind]
         lines = [(f"{_number(b.total)} bytes per {kind}{'' if kind == 'parameter' else ' parameter'}", _shares(b)) for kind, b in pairs]
         return " and ".join(f"{total} ({shares})" for total, shares in lines)
 
@@ -138,7 +144,7 @@ def tensor_bytes(
     optimizer: Any,
     numel: int | Sequence[int],
     *,
-    castable: bool = True,
+    castable: Castable = True,
     accumulating: bool = False,
     released: bool = False,
     group: Mapping[str, Any] | None = None,
@@ -146,23 +152,25 @@ def tensor_bytes(
     """Bytes of one trained tensor of `numel` elements (or of a shape, which Adafactor's states depend on), in a training step.
 
     castable: whether the policy may hold it in 16 bits: every use is a cast, or under `*-true` no `fp32=` pattern names its module. It makes no
-    difference under a policy whose weights are all fp32 or all 16-bit. accumulating: micro-batches are added up, in fp32. released: gradients are
-    freed one by one inside the backward pass, and none lasts unless micro-batches are added up.
+    difference under a policy whose weights are all fp32 or all 16-bit. "table" is for an embedding table that it holds in 16 bits, with an fp32
+    gradient (`*-lean` with split, where a product has the table for its weight too, and with split24). accumulating: micro-batches are added up, in
+    fp32. released: gradients are freed one by one inside the backward pass, and none lasts unless micro-batches are added up.
     Activations and the temporary buffers of a step are not counted. Raises ConfigError for an optimizer whose states are not known.
     """
     policy = parse(policy)
     shape = (numel,) if isinstance(numel, int) else tuple(numel)
     count = prod(shape)
     states = _states(policy, optimizer, shape, group)
+    table = castable == "table" and not policy.whole
     narrow = policy.weights != "fp32" and (castable or (policy.whole and not policy.fp32))
     lasts = accumulating or not released
-    if not narrow:
+    if not narrow or (table and policy.weights not in TABLES):
         return Bytes(4 * count, 0, 4 * count * lasts, states)
-    return Bytes(2 * count, RESIDUALS[policy.weights] * count, (4 if accumulating else 2) * count * lasts, states)
+    return Bytes(2 * count, RESIDUALS[policy.weights] * count, (4 if accumulating or table else 2) * count * lasts, states)
 
 
 def model_bytes(
-    sizes: Iterable[tuple[int | Sequence[int], bool]],
+    sizes: Iterable[tuple[int | Sequence[int], Castable]],
     policy: Policy | str,
     optimizer: Any = "AdamW",
     *,
@@ -190,16 +198,16 @@ def bytes_per_parameter(
     side = BLOCK * 2**20  # a matrix this large: what remains of counters, rows and columns is below any digit that is shown
     count = side * side
 
-    def each(castable: bool) -> Bytes[float]:
+    def each(castable: Castable) -> Bytes[float]:
         whole = tensor_bytes(policy, optimizer, (side, side), castable=castable, accumulating=accumulating, released=released, group=group)
         return Bytes(*(round(getattr(whole, f.name) / count, 6) for f in fields(whole)))
 
     name = name_of(optimizer)
-    return Footprint(policy, str(name), each(True), each(False), released)
+    return Footprint(policy, str(name), each(True), each("table"), each(False), released)
 
 
 def table(optimizers: Iterable[Any], policies: Iterable[Policy | str]) -> str:
-    """Bytes per weight as a Markdown table, a row per policy and a column per optimizer: of a castable weight and, where it differs, of another.
+    """Bytes per weight as a Markdown table, a row per policy and a column per optimizer: of a castable weight and, where they differ, of others.
 
     An optimizer is a name, a class, an instance, or a pair of one of these and the settings of its group: ("SGD", {"momentum": 0.9}).
     """
@@ -213,9 +221,11 @@ def table(optimizers: Iterable[Any], policies: Iterable[Policy | str]) -> str:
 
 
 def cell(footprint: Footprint) -> str:
-    """A footprint as short as a table needs it: `8.06 / 10.06`, castable and other weights, or one number where all weights are alike."""
-    castable, other = _number(footprint.castable.total), _number(footprint.other.total)
-    return castable if castable == other else f"{castable} / {other}"
+    """A footprint as short as a table needs it: `8.06 / 10.06`, castable and other weights, or one number where all weights are alike.
+
+    In `7.06 / 9.06 / 10.06` the one between is of embedding tables.
+    """
+    return " / ".join(dict.fromkeys(_number(b.total) for b in (footprint.castable, footprint.table, footprint.other)))
 
 
 def _states(policy: Policy, optimizer: Any, shape: tuple[int, ...], group: Mapping[str, Any] | None) -> int:

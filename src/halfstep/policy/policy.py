@@ -20,6 +20,8 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_SCALE = 2.0**32  # a loss of 2^60 still fits fp32 after scaling
 Weights = Literal["fp32", "split", "split24", "kahan", "stochastic", "plain"]
+TABLES: tuple[Weights, ...] = ("split", "split24")  # those that can keep an embedding table in 16 bits under autocast: fp32 rows can be made of it
+Castable = bool | Literal["table"]  # whether a policy may hold a weight in 16 bits; "table": it holds it so, and looks fp32 rows up in it
 States = Literal["fp32", "bf16", "int8"]
 Activations = Literal["full", "int8", "fp8"]
 
