@@ -98,14 +98,12 @@ class Footprint:
     @property
     def text(self) -> str:
         """The bytes and what they are of, in one line."""
-        kinds = (
-            ("parameter", "", "") if self.castable == self.other else ("16-bit", "", "fp32") if self.policy.whole else ("castable", "table", "other")
-        )
-        if self.table.total == self.other.total:
-            kinds = (kinds[0], "", kinds[2])
-        pairs = [(kind, b) for kind, b in zip(kinds, (self.castable, self.table, self.other), strict=True) if kind]
-        lines = [(f"{_number(b.total)} bytes per {kind}{'' if kind == 'parameter' else ' parameter'}", _shares(b)) for kind, b in pairs]
-        return " and ".join(f"{total} ({shares})" for total, shares in lines)
+        if self.castable == self.other:
+            return f"{_number(self.castable.total)} bytes per parameter ({_shares(self.castable)})"
+        pairs = {"16-bit" if self.policy.whole else "castable": self.castable, "fp32" if self.policy.whole else "other": self.other}
+        if self.table.total not in (self.castable.total, self.other.total):
+            pairs["embedding table's"] = self.table
+        return " and ".join(f"{_number(b.total)} bytes per {kind} parameter ({_shares(b)})" for kind, b in pairs.items())
 
     def __str__(self) -> str:
         return f"{self.policy} with {self.optimizer}{' and gradient release' if self.released else ''}: {self.text}"

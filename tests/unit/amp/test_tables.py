@@ -1,18 +1,17 @@
-"""Embedding tables that are kept in 16 bits: which, what their rows and gradients are, and what else may happen to them."""
+"""Embedding tables that are kept in 16 bits: what their rows and gradients are, and what else may happen to them."""
 
 from __future__ import annotations
 
 import copy
 import io
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from table_models import CPU, SPLIT, SPLIT24, WIDTH, WORDS, Scaled, Tied, bound, frozen, gradients, ids, same, settled
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp
@@ -22,169 +21,8 @@ from halfstep.errors import ConfigError
 from halfstep.optim import AdamW, attach, full_values, master_of, refresh
 from halfstep.policy import parse
 
-CPU = torch.device("cpu")
-WORDS, WIDTH = 40, 16
-SPLIT, SPLIT24 = "bf16-lean", "bf16-lean,weights=split24"
 STORAGES = ["split", "split24"]
 HALF = [torch.bfloat16, torch.float16]
-
-
-class Tied(nn.Module):
-    """A table that is the head's weight too. `extra` is what else the forward pass does."""
-
-    def __init__(
-        self, kind: type[nn.Embedding] = nn.Embedding, tied: bool = True, extra: Callable[[Any], Any] | None = None, **settings: Any
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = kind(WORDS, WIDTH, **settings)
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        if tied:
-            self.head.weight = self.table.weight
-        self.extra = extra
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = F.cross_entropy(self.head(self.body(self.table(ids)).tanh()).flatten(0, 1).float(), ids.flatten())
-        return loss if self.extra is None else loss + self.extra(self)
-
-
-def bound(precision: str, model: nn.Module | None = None) -> Any:
-    model = model or Tied()
-    amp.bind(model, parse(precision), CPU)
-    return model
-
-
-def settled(precision: str = SPLIT, model: nn.Module | None = None) -> Any:
-    made = bound(precision, model)
-    made(ids())
-    return made
-
-
-def ids(seed: int = 0) -> Tensor:
-    return torch.randint(0, WORDS // 2, (3, 7), generator=torch.Generator().manual_seed(seed))
-
-
-def gradients(model: Any, passes: int = 1) -> dict[str, Tensor]:
-    model.zero_grad()
-    for i in range(passes):
-        model(ids(i)).backward()
-    return {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-# --- which ------------------------------------------------------------------------------------------------------------------------------------
-
-
-class Scaled(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * torch.tensor(0.3337).to(self.weight.dtype)
-
-
-class Regular(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + self.weight.mean()
-
-
-class Partial(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.embedding(input, self.weight[: WORDS // 2])
-
-
-class ByOp(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten.embedding(self.weight, input)
-        return out
-
-
-class Bare(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.embedding(self.weight, input)
-
-
-class Twice(nn.Module):
-    """Forward passes do not reach the second table."""
-
-    def __init__(self, kind: type[nn.Embedding]) -> None:
-        super().__init__()
-        self.one, self.two, self.head = kind(WORDS, WIDTH), kind(WORDS, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.one(ids))
-        return out.mean()
-
-
-def frozen(tied: bool, exact: bool = True) -> Tied:
-    model = Tied(tied=tied)
-    model.table.weight.requires_grad_(False)
-    with torch.no_grad():
-        model.table.weight.copy_(model.table.weight.bfloat16() if exact else model.table.weight)
-    return model
-
-
-def with_a_function(model: Tied) -> Tied:
-    model.table.forward = lambda x: model.table.weight[x]  # type: ignore[method-assign]
-    return model
-
-
-def parametrized() -> Tied:
-    model = Tied(tied=False)
-    parametrize.register_parametrization(model.table, "weight", nn.Identity())
-    return model
-
-
-TABLE = {"table.weight"}
-WHICH: dict[str, tuple[Callable[[], nn.Module], str, set[str]]] = {
-    "tied": (Tied, SPLIT, TABLE),
-    "tied-fp16": (Tied, "fp16-lean", TABLE),
-    "tied-split24": (Tied, SPLIT24, TABLE),
-    "tied-kahan": (Tied, "bf16-lean,weights=kahan", set()),
-    "tied-stochastic": (Tied, "bf16-lean,weights=stochastic", set()),
-    "tied-plain": (Tied, "bf16-lean,weights=plain", set()),
-    "alone": (lambda: Tied(tied=False), SPLIT, set()),  # 2 + 2 + 4 bytes would be those of fp32
-    "alone-split24": (lambda: Tied(tied=False), SPLIT24, TABLE),
-    "frozen": (lambda: frozen(True), SPLIT, TABLE),
-    "frozen-alone": (lambda: frozen(False), "bf16-lean,weights=stochastic", TABLE),
-    "frozen-not-exact": (lambda: frozen(True, exact=False), SPLIT, set()),
-    "padding": (lambda: Tied(padding_idx=3), SPLIT, TABLE),
-    "by-frequency": (lambda: Tied(scale_grad_by_freq=True), SPLIT, TABLE),
-    "max-norm": (lambda: Tied(max_norm=0.5, tied=False), SPLIT24, set()),
-    "sparse": (lambda: Tied(sparse=True, tied=False), SPLIT24, set()),
-    "multiplied-rows": (lambda: Tied(Scaled), SPLIT, TABLE),
-    "bare-function": (lambda: Tied(Bare), SPLIT, TABLE),
-    "used-in-fp32": (lambda: Tied(Regular), SPLIT, set()),
-    "part-of-it": (lambda: Tied(Partial), SPLIT, set()),
-    "by-an-op": (lambda: Tied(ByOp), SPLIT, set()),
-    "a-penalty": (lambda: Tied(extra=lambda m: m.table.weight.square().mean()), SPLIT, set()),
-    "own-forward": (lambda: with_a_function(Tied()), SPLIT, set()),
-    "parametrized": (parametrized, SPLIT24, set()),
-    "held": (Tied, f"{SPLIT},fp32=table", set()),
-    "head-held": (Tied, f"{SPLIT},fp32=head", set()),
-    "rows-in-16-bits": (Tied, f"{SPLIT},half_ops=embedding", set()),
-    "not-reached": (lambda: Twice(nn.Embedding), SPLIT24, {"one.weight", "two.weight"}),
-    "not-reached-and-not-known": (lambda: Twice(Scaled), SPLIT24, {"one.weight"}),
-}
-
-
-@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("make", "precision", "kept"), WHICH.values(), ids=WHICH)
-def test_which_tables_are_kept(make: Callable[[], nn.Module], precision: str, kept: set[str], loaded: torch.dtype) -> None:
-    model = make()
-    if loaded != torch.float32 and (not precision.startswith("bf16") or (make is WHICH["frozen-not-exact"][0])):
-        pytest.skip("a model of another case")
-    mixed = copy.deepcopy(model).to(loaded).float()
-    bound(precision, model.to(loaded))
-    bound(re.sub(",weights=[a-z0-9]+|,half_ops=.*", "", precision).replace("lean", "mixed"), mixed)
-    outputs = model(ids()), mixed(ids())
-    assert {n for n in amp.layout(model)["16bit"] if n not in ("body.weight", "body.bias", "head.weight", "head.bias")} == kept
-    rounded = "kahan" in precision or "half_ops" in precision or (SPLIT24 in precision and loaded == torch.float32)
-    assert rounded or torch.equal(*outputs)
-    for name in kept:
-        p = model.get_parameter(name)
-        assert p.grad_dtype == torch.float32
-        assert master_of(p).storage.name == (parse(precision).weights if p.requires_grad else "plain")  # type: ignore[union-attr]
 
 
 # --- rows and gradients -----------------------------------------------------------------------------------------------------------------------
