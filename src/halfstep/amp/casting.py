@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from halfstep.amp.autocast import Products, autocast, forward_context
 from halfstep.amp.joined import JoinedWeights, joined_weights
-from halfstep.amp.lean import layout_of, prepare, refuse_cast, undo
+from halfstep.amp.lean import before_compiled, layout_of, prepare, refuse_cast, undo
 from halfstep.amp.mode import Within, inside
 from halfstep.amp.ops import HALF, check_lists
-from halfstep.amp.settling import Care, before_compiled, minded, settle
+from halfstep.amp.settling import Care, minded, settle
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy, chosen, select
 
@@ -207,8 +207,7 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
             if not made.settled:
                 settle(self, made, forward, args, kwargs, torch.compiler.is_compiling())
             elif torch.compiler.is_compiling():
-                if made.tables:
-                    before_compiled(made)
+                before_compiled(made.key)
             elif made.frozen:
                 made.thaw()
         elif policy.whole:

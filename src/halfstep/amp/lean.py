@@ -8,10 +8,12 @@ same state under `*-mixed` and `*-lean`. Under `*-true` the whole model goes to 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,32 @@ WIDE = (torch.float32, *HALF)
 FP32_MODULES = (nn.modules.batchnorm._NormBase,)
 
 
+class _Layouts:
+    """Layouts by text, which torch.compile takes for a constant."""
+
+    def __init__(self) -> None:
+        self.known: WeakValueDictionary[str, Layout] = WeakValueDictionary()
+        self._count = itertools.count()
+
+    def add(self, layout: Layout) -> str:
+        key = f"layout {next(self._count)}"
+        self.known[key] = layout
+        return key
+
+
+_layouts = _Layouts()
+
+
+def before_compiled(key: str) -> None:
+    """Make the trained embedding tables of a model fp32 that a graph is made of: torch.compile would round the gradient of a 16-bit one."""
+    found = _layouts.known[key]
+    for name in [name for name in found.tables if found.kept[name].requires_grad]:
+        found.give_up(name)
+
+
+before_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it runs when a graph is made, before that looks at the weights
+
+
 class Layout:
     """What became of the weights of one bound module. It stands on the module, and goes with it through deepcopy and pickle.
 
@@ -49,6 +77,7 @@ class Layout:
         self.kept: dict[str, nn.Parameter] = {}
         self.tables: set[str] = set()
         self.shared: set[str] = set()
+        self.key = _layouts.add(self)
 
     @property
     def storage(self) -> str:
@@ -102,13 +131,9 @@ class Layout:
                 del p.halfstep_master  # type: ignore[attr-defined]
                 attach(p, self.storage)
 
-    def widen_tables(self) -> None:
-        """Make trained embedding tables fp32: a graph of torch.compile would round the gradient of a 16-bit one."""
-        for name in [name for name in self.tables if self.kept[name].requires_grad]:
-            self.give_up(name)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.key = _layouts.add(self)
         for name in self.shared:  # pickle leaves out what a parameter says of its gradient
             self.share(name)
 

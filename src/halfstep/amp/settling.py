@@ -61,13 +61,7 @@ def _forced(function: Callable[..., None], /, *args: Any) -> None:
         function(*args)
 
 
-def before_compiled(layout: Layout) -> None:
-    """Before a graph is made of a model that has decided on its weights when it ran eagerly: its tables are fp32 from now on."""
-    _eagerly(layout.widen_tables)
-
-
-settle._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs these and does not look inside
-before_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+settle._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile runs it and does not look inside
 
 
 def _is_compiled(part: nn.Module) -> bool:

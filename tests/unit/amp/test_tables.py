@@ -130,10 +130,7 @@ def test_after_steps_rows_are_those_of_the_masters() -> None:
         for step in range(3):
             gradients(model, 1 + step % 2)
             optimizer.step()
-        twin = Tied()
-        with torch.no_grad():
-            for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-                p.copy_(full_values(q))
+        twin = _with_values_of(model)
         bound(precision.split(",")[0].replace("lean", "mixed"), twin)
         assert master_of(model.table.weight).residual.any()  # type: ignore[union-attr]
         assert torch.equal(model.table(ids()), twin.table(ids()))
@@ -251,3 +248,29 @@ def test_a_kept_weight_of_a_product_that_rows_are_looked_up_in_later() -> None:
         assert torch.equal(model(ids()), mixed(ids()))
     found, right = gradients(model)["body.weight"], gradients(mixed)["body.weight"]
     torch.testing.assert_close(found, right, rtol=0, atol=2**-7 * float(right.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_model_that_ran_eagerly_is_compiled_with_fp32_tables() -> None:
+    model = settled()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    gradients(model)
+    optimizer.step()
+    before, mixed = full_values(model.table.weight), bound("bf16-mixed", _with_values_of(model))
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert same(gradients(model), gradients(mixed))
+    assert model.table.weight.dtype == torch.float32
+    assert torch.equal(model.table.weight, before)
+    optimizer.step()
+    assert not torch.equal(model.table.weight, before)
+    assert same(gradients(model), gradients(bound("bf16-mixed", _with_values_of(model))))
+
+
+def _with_values_of(model: Tied) -> Tied:
+    twin = Tied()
+    with torch.no_grad():
+        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+            p.copy_(full_values(q))
+    return twin
