@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from halfstep.checkpoint.files import make_folder, replace, sync, write, write_error
-from halfstep.checkpoint.store import load
+from halfstep.checkpoint.store import Loaded, load
 from halfstep.checkpoint.tensors import pieces
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim import STORAGES, master_of
@@ -123,17 +123,19 @@ def _shards(state: Mapping[str, Tensor], largest: int) -> list[dict[str, Tensor]
     return shards
 
 
-def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32", max_shard_size: int | str = SHARD) -> Path:
+def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32", max_shard_size: int | str = SHARD, weights: str = "trained") -> Path:
     """Write the model of a checkpoint folder as safetensors in `dtype` ("fp32", "bf16" or "fp16"), which `from_pretrained` loads.
 
-    max_shard_size: as in `write_model`.
+    max_shard_size: as in `write_model`. weights: "trained", or "average" for the average of them that the checkpoint holds (`halfstep.ema`).
 
-    Every weight is its fp32 master, rounded once to nearest. Integer tensors stay as they are. For a transformers model its config.json is written
-    beside it. Raises CheckpointError for a folder that holds no model, ConfigError for an unknown dtype, an output that holds
+    Every weight is its fp32 master, or its fp32 average, rounded once to nearest. Integer tensors stay as they are. For a transformers model its
+    config.json is written beside it. Raises CheckpointError for a folder that holds no model, ConfigError for an unknown dtype, an output that holds
     another model, and weights that `dtype` cannot hold.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not known", f"Use one of {', '.join(DTYPES)}.")
+    if weights not in ("trained", "average"):
+        raise ConfigError(f"weights={weights!r} is not known", "Use trained or average.")
     largest, target = size_of(max_shard_size), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} {'is not empty' if target.is_dir() else 'is a file'}", "Name a new folder.")
@@ -143,6 +145,8 @@ def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32", max_
         raise CheckpointError(f"checkpoint {loaded.folder} holds no model", "Name a folder that Accelerator.save_state or Trainer wrote.")
     state: dict[str, Tensor] = {}
     by_weight: dict[int, Tensor] = {}
+    if weights == "average":
+        by_weight = {id(loaded.parts["model"][name]): _rounded(name, value, DTYPES[dtype]) for name, value in _averages(loaded).items()}
     for name, weight in loaded.parts["model"].items():
         if not isinstance(weight, Tensor):
             continue
@@ -158,6 +162,20 @@ def export(checkpoint: str | Path, output: str | Path, dtype: str = "fp32", max_
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error}", "Free some space, or name another folder.") from error
     return target
+
+
+def _averages(loaded: Loaded) -> dict[str, Tensor]:
+    """The averages of the weights and buffers of the model of a checkpoint, by name. Raises CheckpointError unless it holds one such average."""
+    kinds = loaded.about.get("kinds", {})
+    parts = [loaded.parts[part] for part, kind in kinds.items() if kind == "EMA"]
+    found: list[dict[str, Tensor]] = [one["averages"] | one.get("buffers", {}) for one in parts if one["averages"]]
+    own = [values for values in found if values.keys() <= loaded.parts["model"].keys()]
+    if len(own) != 1:
+        raise CheckpointError(
+            f"checkpoint {loaded.folder} holds {len(own)} averages of its model",
+            "Train with ema_decay, or register one halfstep.ema of it for checkpointing; weights=trained gives the trained weights.",
+        )
+    return own[0]
 
 
 def _full(weight: Tensor, place: list[Any] | None, parts: Mapping[str, Any]) -> Tensor:

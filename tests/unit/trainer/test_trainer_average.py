@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import Trainer, TrainingArguments
-from halfstep.checkpoint import load
+from halfstep.checkpoint import export, load
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim import full_values
 
@@ -163,6 +163,12 @@ def test_save_model_during_the_run_writes_what_is_evaluated(tmp_path: Path) -> N
     average = next(part for part in load(tmp_path / "a" / "checkpoint-4").parts.values() if isinstance(part, dict) and "averages" in part)
     saved = load_file(tmp_path / "saved-4" / "model.safetensors")
     assert all(torch.equal(saved[n], v) for n, v in (average["averages"] | average["buffers"]).items())
+    exported = load_file(export(tmp_path / "a" / "checkpoint-4", tmp_path / "exported", weights="average") / "model.safetensors")
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[n], v) for n, v in exported.items())
+    trainer(tmp_path / "b", ema_decay=None).train()
+    with pytest.raises(CheckpointError, match="holds 0 averages"):
+        export(tmp_path / "b" / "checkpoint-4", tmp_path / "none", weights="average")
 
 
 def test_refusals(tmp_path: Path) -> None:
