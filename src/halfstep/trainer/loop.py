@@ -178,7 +178,7 @@ class TrainingLoop(Reporting):
                 for result in self._steps(self._loader):
                     losses.add(result.loss_tensor)
             if self.args.save_strategy in ("steps", "epoch") and self.state.global_step not in (begun, self._saved_at):
-                self._save()
+                self._write_checkpoint()
             mean = share_losses(self.accelerator.ranks, losses).mean()
             metrics = self._meter.metrics(self.state.global_step - begun) | {"train_loss": mean}
             if losses.count:  # a finished run that is resumed takes no step, and has nothing to say of any
@@ -187,7 +187,7 @@ class TrainingLoop(Reporting):
                 self._load_best()
             self._average.finish()
         except StopNow:
-            folder = self._save() if self.args.save_strategy != "no" and self.state.attempted else None
+            folder = self._write_checkpoint() if self.args.save_strategy != "no" and self.state.attempted else None
             raise TrainingInterrupted(self.state.global_step, folder) from None
         finally:
             self._event("on_train_end")
@@ -339,7 +339,7 @@ class TrainingLoop(Reporting):
             agree_on(self.accelerator.ranks, self.control)
         if self.control.should_save:
             self.control.should_save = False
-            self._save()
+            self._write_checkpoint()
 
     def _judge_by(self, metrics: dict[str, Any]) -> None:
         """Let a schedule follow an evaluation, and note whether it was the best so far; where checkpoints depend on it, the best one is saved."""
@@ -378,7 +378,7 @@ class TrainingLoop(Reporting):
         counts = {"applied": self.state.global_step, "skipped": self.state.skipped_steps, "replayed": self.state.replayed_steps}
         self.log(record | counts)
 
-    def _save(self) -> Path:
+    def _write_checkpoint(self) -> Path:
         self._losses = share_losses(self.accelerator.ranks, self._losses)
         self.state.loss_sum, self.state.loss_count = float(self._losses.sum), self._losses.count
         self.state.evaluation_due = self.control.should_evaluate

@@ -28,6 +28,7 @@ from halfstep.trainer.fitting import FittingBatch, FixedBatch
 from halfstep.trainer.flow import DefaultFlowCallback
 from halfstep.trainer.fused import use_chunked_loss, use_fused_kernels
 from halfstep.trainer.given import called, check_callbacks, check_data, check_evaluation, check_function, check_optimizers
+from halfstep.trainer.hooks import warn_unheard
 from halfstep.trainer.items import count_items, model_takes_items, noting, shifts_labels, takes_items, was_used
 from halfstep.trainer.loggers import TrackerCallback, trackers_of
 from halfstep.trainer.optimizers import make_optimizer, parameter_groups
@@ -92,6 +93,7 @@ class Trainer(Feeding, Evaluating):
         self.processing_class = chosen_processing(processing_class, tokenizer)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        warn_unheard(self)
         self.optimizer, self.lr_scheduler = self._given = check_optimizers(optimizers, optimizer_cls_and_kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.model_init = model_init
