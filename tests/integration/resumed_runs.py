@@ -72,6 +72,7 @@ def outcome(made: Trainer) -> dict:
     files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("manifest.json", "custom.json")}
     lines = steps_of([json.loads(line) for line in made.run.metrics.read_text().splitlines()])
     state = {k: v for k, v in made.state.state_dict().items() if k != "log_history"}
+    state["best_model_checkpoint"] = state["best_model_checkpoint"] and Path(state["best_model_checkpoint"]).name
     weights = {k: (v.dtype, v.flatten().view(torch.uint8).numpy().tobytes()) for k, v in made.model.state_dict().items()}
     return {"weights": weights, "history": steps_of(made.state.log_history), "lines": lines, "files": files, "state": state}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from resumed_runs import TEXT, CrashError, StopAt, crash, outcome, same, trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
-from halfstep import Trainer
+from halfstep import EarlyStoppingCallback, Trainer
 from halfstep.checkpoint import latest, load
 from halfstep.demo.text import Blocks
 
@@ -86,6 +87,14 @@ class DrawsWithReplacement(Trainer):
         return DataLoader(self.train_dataset, batch_size=2, sampler=sampler, collate_fn=self.data_collator)
 
 
+class StopsEarly(Trainer):
+    """With a callback that counts evaluations which were no better."""
+
+    def __init__(self, *given: Any, callbacks: Any = (), **named: Any) -> None:
+        super().__init__(*given, callbacks=[*callbacks, EarlyStoppingCallback(3)], **named)
+
+
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
 STOCK = "scale=dynamic:65536,scale_window=3,scale_strategy=stock"  # a scale that moves, up and down
 TABLE = {  # 4 steps of 2 micro-batches a pass
     "fp32, noise at reading": {"precision": "fp32", "data": Noisy()},
@@ -111,6 +120,10 @@ TABLE = {  # 4 steps of 2 micro-batches a pass
         "max_grad_norm": 0.0,
         "data": Noisy(18),
     },
+    "label smoothing, Lion, int8": {"precision": "bf16-lean", "label_smoothing_factor": 0.1, "optim": "lion", "learning_rate": 1e-3},
+    "a plateau's schedule": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, "warmup_steps": 0, **EVALUATES},
+    "best model, early stopping": {"kind": StopsEarly, "load_best_model_at_end": True, **EVALUATES, "save_steps": 5, "eval_steps": 5},
+    "activations in int8, split24": {"precision": "bf16-lean,weights=split24,activations=int8", "data": Noisy()},
 }
 
 

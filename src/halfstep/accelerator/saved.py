@@ -125,7 +125,7 @@ def _refuse_model(where: str, model: nn.Module, state: Mapping[str, Any], saved:
             f"{where} is of a run whose model was loaded in {dtype}, and this run's was loaded in another dtype",
             f"Load the model with dtype=torch.{dtype}.",
         )
-    narrow = {*here["16bit"], *there["16bit"]}  # these become what the checkpoint has
+    narrow = _with_tied(model, {*here["16bit"], *there["16bit"]})  # these become what the checkpoint has
     for key in [*mine, *state]:
         if key not in state or key not in mine:
             whose = "the checkpoint lacks" if key in mine else "the model lacks"
@@ -136,3 +136,10 @@ def _refuse_model(where: str, model: nn.Module, state: Mapping[str, Any], saved:
                 f"{where} is of another model: {key!r} is {theirs.dtype} {tuple(theirs.shape)} there and {ours.dtype} {tuple(ours.shape)} here",
                 "Build the model as the run that saved it did.",
             )
+
+
+def _with_tied(model: nn.Module, names: set[str]) -> set[str]:
+    """These parameters under all their names: a state has a tied one (a table and the head) once for each."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    these = {id(p) for name, p in named if name in names}
+    return names | {name for name, p in named if id(p) in these}
