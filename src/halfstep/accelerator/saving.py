@@ -27,12 +27,14 @@ logger = logging.getLogger("halfstep")
 class Saving(Preparing):
     """What an accelerator writes and reads."""
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Keep objects with `state_dict` and `load_state_dict` in the checkpoints too."""
+    def register_for_checkpointing(self, *objects: Any) -> tuple[str, ...]:
+        """Keep objects with `state_dict` and `load_state_dict` in the checkpoints too. Returns the names of their parts there."""
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ConfigError(f"a {type(item).__name__} has no state_dict and load_state_dict", "Give it both.")
-            self._registered.append(item)
+        first = len(self._registered)
+        self._registered.extend(objects)
+        return tuple(_numbered("custom", i) for i in range(first, len(self._registered)))
 
     def _parts(self) -> dict[str, Any]:
         """Everything with a state, by the name of its part in a checkpoint."""
@@ -42,7 +44,7 @@ class Saving(Preparing):
             ("scheduler", self._schedulers),
             ("custom", self._registered),
         )
-        return {name if i == 0 else f"{name}_{i}": item for name, items in kinds for i, item in enumerate(items)}
+        return {_numbered(name, i): item for name, items in kinds for i, item in enumerate(items)}
 
     def register_save_state_pre_hook(self, hook: Callable[[list[nn.Module], list[dict[str, Tensor]], str], object]) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` at each `save_state`, to write files of your own into the folder.
@@ -218,6 +220,10 @@ class Saving(Preparing):
         """Before a state is loaded: the weights that were 16-bit in the run that saved it are so here too, whatever the first batch would show."""
         if saved is not None and bound_policy(model) is not None and layout(model)["16bit"] != saved["16bit"]:
             convert(model, self.policy, saved["16bit"])
+
+
+def _numbered(name: str, i: int) -> str:
+    return name if i == 0 else f"{name}_{i}"
 
 
 def _add(hooks: dict[int, Any], hook: Any) -> RemovableHandle:

@@ -44,6 +44,7 @@ class RunAverage(NoAverage):
     def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
         self.average: EMA = EMA(model, args.ema_decay or 0.0, warmup=args.ema_warmup)
         self._evaluated, self._finished = args.ema_in_evaluation, False
+        self._part = ""  # its name in a checkpoint
 
     @property
     def to_save(self) -> EMA | None:  # type: ignore[override]
@@ -55,7 +56,7 @@ class RunAverage(NoAverage):
 
     def follow(self, accelerator: Accelerator, optimizer: Any) -> None:
         """See NoAverage."""
-        accelerator.register_for_checkpointing(self.average)
+        (self._part,) = accelerator.register_for_checkpointing(self.average)
         accelerator.on_applied(optimizer, self.average.update)
 
     def in_use(self) -> AbstractContextManager[Any]:
@@ -68,10 +69,7 @@ class RunAverage(NoAverage):
 
     def go_back(self, folder: Path) -> None:
         """See NoAverage."""
-        loaded = checkpoint.load(folder)
-        for part, kind in loaded.about["kinds"].items():
-            if kind == type(self.average).__name__:
-                self.average.load_state_dict(loaded.parts[part])
+        self.average.load_state_dict(checkpoint.load(folder).parts[self._part])  # there may be averages of others beside it
 
     def finish(self) -> None:
         """See NoAverage."""

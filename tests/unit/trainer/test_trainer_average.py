@@ -151,6 +151,24 @@ def test_the_best_model_is_the_average_of_its_evaluation(tmp_path: Path) -> None
     assert all(torch.equal(v, at[1][n]) for n, v in values(run.model).items())
 
 
+def test_the_best_model_is_of_the_run_where_others_keep_averages_too(tmp_path: Path) -> None:
+    class Others:
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+            own, foreign = halfstep.ema(model, 0.1), halfstep.ema(nn.Linear(2, 2), 0.1)
+            run.accelerator.register_for_checkpointing(own, foreign)
+            for one in (own, foreign):
+                run.accelerator.on_applied(run.optimizer_in_use, one.update)
+
+    found = []
+    for place, callbacks in (("a", []), ("b", [Others()])):
+        run = trainer(tmp_path / place, max_steps=4, eval_steps=2, save_steps=2, load_best_model_at_end=True, callbacks=callbacks)
+        run.train()
+        assert run.average is not None
+        assert run.average.decay == 0.8
+        found.append(values(run.model))
+    assert all(torch.equal(v, found[0][n]) for n, v in found[1].items())
+
+
 def test_save_model_during_the_run_writes_what_is_evaluated(tmp_path: Path) -> None:
     class Save:
         def on_evaluate(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
