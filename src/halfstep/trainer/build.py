@@ -41,5 +41,5 @@ def step_options(args: TrainingArguments, optimizer: Any, callbacks: CallbackLis
     stalled: the share of updates that round away is measured, since the step will be logged.
     """
     itself = getattr(optimizer, "takes_factor", False) or getattr(optimizer, "_step_supports_amp_scaling", False)
-    late = args.max_grad_norm > 0 and itself and not args.gradient_release and not callbacks.listens("on_pre_optimizer_step")
+    late = args.max_grad_norm > 0 and itself and args.gradient_release == "no" and not callbacks.listens("on_pre_optimizer_step")
     return {"max_norm": args.max_grad_norm if late else None, "stalled": args.log_stalled and (step + 1) % spaced(args.logging_steps, total) == 0}

@@ -59,7 +59,7 @@ class Changes:
                 logger.info("gradient checkpointing: %d blocks are computed again in the backward pass", len(made.blocks))
             if self.args.neftune_noise_alpha is not None:
                 stack.callback(add_noise(self.model, self.args.neftune_noise_alpha).remove)
-            if self.args.gradient_release:
+            if self.args.gradient_release != "no":
                 stack.callback(end_release, self.model)
             stack.enter_context(self.in_use())
             yield

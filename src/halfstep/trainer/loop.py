@@ -299,7 +299,7 @@ class TrainingLoop(Reporting):
         """Compute and step, and replay if need be. A step that ends the run is counted and logged before that."""
         compute = functools.partial(self._compute, window, self._items_in(window))
         late = step_options(self.args, self.optimizer_in_use, self.callbacks, self.state.global_step, self.state.max_steps)
-        self._clips_late = late["max_norm"] is not None or bool(self.args.gradient_release)
+        self._clips_late = late["max_norm"] is not None or self.args.gradient_release != "no"
         try:
             if self.args.on_overflow == "replay" or self.args.heal == "pin":
                 again = self.args.on_overflow == "replay"

@@ -17,7 +17,7 @@ logger = logging.getLogger("halfstep")
 
 def release_gradients(accelerator: Accelerator, model: nn.Module, optimizer: Any, args: TrainingArguments) -> None:
     """Where the arguments say so, let a prepared optimizer update inside the backward pass. Raises ConfigError where that cannot work."""
-    if not args.gradient_release:
+    if args.gradient_release == "no":
         return
     end_release(model)  # of an attempt that ran out of memory
     if args.on_overflow == "replay" and accelerator.scaler.is_enabled():  # known only now under precision="auto"

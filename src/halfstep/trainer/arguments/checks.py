@@ -133,7 +133,7 @@ def check_together(args: Any) -> None:
         for name, given, default in (("ema_warmup", args.ema_warmup, "none"), ("ema_in_evaluation", args.ema_in_evaluation, True)):
             if given != default:
                 raise ConfigError(f"{name}={given!r} has no effect without ema_decay", "Use for example ema_decay=0.999.")
-    if args.gradient_release:
+    if args.gradient_release != "no":
         _check_release(args)
     needs = {
         "gradient_checkpointing_kwargs": "gradient_checkpointing",
@@ -161,8 +161,8 @@ def clip_of(args: Any) -> Literal["per_parameter", "last"] | None:
 def _check_release(args: Any) -> None:
     """Checks on what needs gradients that stay."""
     asked = f"gradient_release={args.gradient_release!r}"
-    if isinstance(args.gradient_release, str) and not args.max_grad_norm:
-        raise ConfigError(f"{asked} says how to clip, and max_grad_norm={args.max_grad_norm} clips nothing", "Use gradient_release=True.")
+    if args.gradient_release == "per_parameter" and not args.max_grad_norm:
+        raise ConfigError(f"{asked} says how to clip, and max_grad_norm={args.max_grad_norm} clips nothing", "Use gradient_release='last'.")
     if args.log_stalled:
         raise ConfigError(f"log_stalled=True compares weights around a step, and with {asked} they move before it", "Leave one of them out.")
     if args.gradient_checkpointing and dict(args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):

@@ -67,8 +67,8 @@ class PerformanceFields:
         torch_compile_mode: torch.compile's mode: default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs.
         use_liger_kernel: the fused kernels of liger-kernel, on GPUs.
         gradient_release: update each weight inside the backward pass, as soon as its gradient is there, and free the gradient: less memory. How it
-            clips to max_grad_norm, since the norm over all gradients comes too late: true or last multiplies by what the norm of the last good step
-            needed; per_parameter clips each gradient by itself; with max_grad_norm=0 nothing is clipped, and the numbers are those without release.
+            clips to max_grad_norm, since the norm over all gradients comes too late: last multiplies by what the norm of the last good step needed;
+            per_parameter clips each gradient by itself. True is last; with max_grad_norm=0 nothing is clipped.
     """
 
     gradient_checkpointing: bool = False
@@ -77,7 +77,7 @@ class PerformanceFields:
     torch_compile_backend: str | None = None
     torch_compile_mode: str | None = None
     use_liger_kernel: bool = False
-    gradient_release: bool | Literal["per_parameter", "last"] = False
+    gradient_release: Literal["no", "last", "per_parameter"] = "no"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from halfstep.policy import Policy
 
 TEXTS = ("output_dir", "resume_from_checkpoint", "precision", "rules", "logging_dir")
 SPACED = ("logging_steps", "eval_steps", "save_steps", "warmup_steps")  # numbers of steps, or shares of all steps
+SWITCHED = {"include_num_input_tokens_seen": "all", "gradient_release": "last"}  # choices that may be given as a switch: what true means
 DICTS = ("optim_args", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs")
 
 
@@ -45,8 +46,8 @@ def _plain(name: str, value: Any) -> Any:
         return name_of(value)
     if name in DICTS and isinstance(value, str):
         return arguments_in(name, value)
-    if name == "include_num_input_tokens_seen" and str(value).lower() in ("true", "false"):
-        return "all" if str(value).lower() == "true" else "no"
+    if name in SWITCHED and str(value).lower() in ("true", "false"):
+        return SWITCHED[name] if str(value).lower() == "true" else "no"
     if isinstance(value, tuple):
         return list(value)
     return value
