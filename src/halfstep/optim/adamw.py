@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import CheckpointError
 from halfstep.numerics import AdamWStep
 from halfstep.optim.onepass import OnePass
-from halfstep.optim.rule import Rule, in_range
+from halfstep.optim.rule import Rule
 from halfstep.policy import Policy
 
 
@@ -70,13 +70,6 @@ class AdamW(OnePass):
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
-        in_range(
-            "betas lie in [0, 1), the others are 0 or more.",
-            lr=(float(lr), float(lr) >= 0),
-            eps=(eps, eps >= 0),
-            weight_decay=(weight_decay, weight_decay >= 0),
-            betas=(betas, len(betas) == 2 and all(0 <= b < 1 for b in betas)),
-        )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, weights, states, policy, seed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of,
 from halfstep.optim.loading import adopt, check_master, converted, saved_master
 from halfstep.optim.masters import HALF, Master, attach, dtype_name, master_of, storage_named
 from halfstep.optim.quiet import QuickToClear
+from halfstep.optim.rule import as_number, out_of_range
 from halfstep.policy import Policy, parse
 
 logger = logging.getLogger("halfstep")
@@ -63,6 +65,8 @@ class MasteredOptimizer(QuickToClear):
             raise ConfigError(f"states={states!r} is not known", suggest(str(states), CODECS))
         if weights is not None:
             storage_named(weights)
+        if not hasattr(seed, "__index__"):
+            raise ConfigError(f"seed={seed!r} is not a whole number", "Use seed=0, or another one for other noise.")
         self.weights, self.codec, self.seed, self.steps = weights, CODECS[states], int(seed), 0
         self._pending: dict[int, Mapping[str, Any]] = {}  # masters of a loaded state, by number of their parameter, until the next step
         self._taken: set[int] = set()  # those of them that were found to belong to the weights at hand
@@ -221,6 +225,7 @@ class MasteredOptimizer(QuickToClear):
                 f"the state is of an optimizer with groups of {saved_sizes} parameters, and this one has {sizes}",
                 "Build the optimizer as the run that saved it did.",
             )
+        saved_groups = self.groups_to_load(state_dict)
         order = [n for group in saved_groups for n in group["params"]]
         place = {n: i for i, n in enumerate(order)}
         states = {place[n]: self._converted(s, held[place[n]], place[n]) for n, s in state_dict["state"].items() if n in place}
@@ -237,6 +242,10 @@ class MasteredOptimizer(QuickToClear):
         self._taken = {n for n, saved in masters.items() if adopt(held[n], saved, self.weights)}  # others wait for their weights
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
+
+    def groups_to_load(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The groups of a saved state, as they are to be loaded. Raises CheckpointError where they are of another optimizer."""
+        return list(state_dict["param_groups"])
 
     def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
         missing = [key for key in self.needed if key not in saved] if saved else []
@@ -269,6 +278,12 @@ class MasteredOptimizer(QuickToClear):
             if master_of(p) is None and p.dtype in HALF:
                 master.bind(p)
                 p.halfstep_master = master  # type: ignore[attr-defined]
+
+
+def refuse_factor(factor: float | Tensor) -> None:
+    """Raise ConfigError for a factor that would make every weight NaN. A tensor is taken as it is: to look at it would wait for its device."""
+    if not isinstance(factor, Tensor) and not math.isfinite(as_number(factor)):
+        raise out_of_range("factor", factor, "Gradients are multiplied by a finite number. Leave such a step out.")
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

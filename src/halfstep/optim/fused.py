@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim.base import evaluated
+from halfstep.optim.base import evaluated, refuse_factor
 from halfstep.optim.quiet import QuickToClear
 
 AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
@@ -69,6 +69,7 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
         loss = evaluated(closure)
         bad, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # torch's own protocol with a GradScaler
         if factor != 1.0:
+            refuse_factor(factor)
             divisor = torch.tensor(1.0 / factor if factor else math.inf, dtype=torch.float32)
         with torch.no_grad():
             alike = self._alike()

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError
 from halfstep.numerics import LionStep
 from halfstep.optim.onepass import OnePass
-from halfstep.optim.rule import Rule, in_range
+from halfstep.optim.rule import Rule
 from halfstep.policy import Policy
 
 
@@ -70,10 +70,5 @@ class Lion(OnePass):
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
-        in_range(
-            "betas lie in [0, 1), the others are 0 or more.",
-            lr=(float(lr), float(lr) >= 0),
-            weight_decay=(weight_decay, weight_decay >= 0),
-            betas=(betas, len(betas) == 2 and all(0 <= b < 1 for b in betas)),
-        )
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}, weights, states, policy, seed)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, weights, states, policy, seed)

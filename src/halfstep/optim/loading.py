@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,53 @@ from halfstep.optim.storage import STORAGES
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CODES = {"first": torch.int8, "second": torch.uint8}
 AGAIN = "Build the model and the optimizer as the run that saved it did."
+
+
+NEUTRAL = ("maximize", "nesterov", "dampening")  # settings that came later in some optimizers: a state without them is of a run that had none
+RULES = {
+    "alpha",
+    "beta2_decay",
+    "betas",
+    "centered",
+    "dampening",
+    "eps",
+    "etas",
+    "lambd",
+    "lr_decay",
+    "momentum",
+    "momentum_decay",
+    "nesterov",
+    "rho",
+}
+"""Settings that belong to some rules and not to others."""
+
+
+def groups_of_rule(
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], roles: Mapping[str, Role], name: str
+) -> list[dict[str, Any]]:
+    """The saved groups, with what those of older optimizers lack taken from `groups`, those that are here.
+
+    Raises CheckpointError for states and settings of another rule than `name`, which has `defaults` and `roles`.
+    """
+    other = f"Load it into an optimizer of the kind that saved it, or start {name} with new states."
+    for number, state in saved["state"].items():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            if value is not None and key != "step" and key.removesuffix(SCALE) not in roles:
+                raise CheckpointError(
+                    f"the saved state of parameter {number} has {key}, which {name} does not keep: it is of another optimizer", other
+                )
+    found = []
+    for number, (theirs, own) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+        foreign = sorted(RULES & theirs.keys() - own.keys())
+        missing = [key for key in defaults if key not in theirs and key not in NEUTRAL]
+        if foreign or missing:
+            said = f"has {', '.join(foreign)}" if foreign else f"lacks {', '.join(missing)}"
+            raise CheckpointError(f"group {number} of the saved state {said}: it is of another optimizer than {name}", other)
+        if theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"]:
+            decay = f"weight_decay={theirs['weight_decay']} as a part of the gradient"
+            raise CheckpointError(f"group {number} of the saved state has {decay}, and {name} decays weights apart from it", other)
+        found.append({key: own[key] for key in NEUTRAL if key in defaults and key not in theirs} | dict(theirs))
+    return found
 
 
 def converted(saved: Mapping[str, Any], p: Tensor, number: int, roles: Mapping[str, Role], codec: Codec) -> dict[str, Any]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from halfstep.kernels import kernels_for
-from halfstep.optim.base import MasteredOptimizer, evaluated
+from halfstep.optim.base import MasteredOptimizer, evaluated, refuse_factor
 from halfstep.optim.codec import put
 from halfstep.optim.compiled import Compiled, Work
+from halfstep.optim.loading import groups_of_rule
 from halfstep.optim.masters import master_of
-from halfstep.optim.rule import Rule
+from halfstep.optim.rule import Rule, refuse_misspelt
 from halfstep.policy import Policy
 
 
@@ -32,9 +33,22 @@ class OnePass(MasteredOptimizer):
         self._compiled = Compiled()
         super().__init__(params, defaults)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ConfigError for settings that no step can be taken with, and for a key that is nearly a setting's name."""
+        if isinstance(param_group, dict):
+            refuse_misspelt(param_group, self.defaults)
+            self.rule.check(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def groups_to_load(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See MasteredOptimizer."""
+        return groups_of_rule(state_dict, self.param_groups, self.defaults, self.roles, self.rule.name)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss, if there is one."""
+        if factor != 1.0:
+            refuse_factor(factor)
         loss = evaluated(closure)
         if self._compiled.repeated(self, factor):
             return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError
 from halfstep.numerics import SGDStep
 from halfstep.optim.onepass import OnePass
-from halfstep.optim.rule import Rule, in_range
+from halfstep.optim.rule import Rule, as_number, out_of_range
 from halfstep.policy import Policy
 
 BUFFER = "momentum_buffer"
@@ -22,6 +23,19 @@ class SGDRule(Rule):
 
     name = "SGD"
     roles = MappingProxyType({BUFFER: "first"})
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """See Rule. Nesterov's form needs momentum and no dampening, dampening needs momentum."""
+        super().check(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        if not 0 <= as_number(momentum) < 1:
+            raise out_of_range("momentum", momentum, "It lies in [0, 1).")
+        if not math.isfinite(as_number(dampening)):
+            raise out_of_range("dampening", dampening, "It is a finite number, 0 for none.")
+        if group["nesterov"] and (not momentum or dampening):
+            raise ConfigError(f"nesterov=True with momentum={momentum} and dampening={dampening}", "It needs momentum above 0, and no dampening.")
+        if dampening and not momentum:
+            raise ConfigError(f"dampening={dampening} has no effect without momentum", "Give momentum=0.9, or leave it out.")
 
     def kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """See Rule."""
@@ -79,27 +93,11 @@ class SGD(OnePass):
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
-        in_range(
-            "lr, momentum and weight_decay are 0 or more.",
-            lr=(float(lr), float(lr) >= 0),
-            momentum=(momentum, momentum >= 0),
-            weight_decay=(weight_decay, weight_decay >= 0),
-        )
         settings = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
         super().__init__(params, {"lr": lr, **settings}, weights, states, policy, seed)
         moving = any(group["momentum"] for group in self.param_groups)
         if states not in (None, "fp32") and not moving:
             raise ConfigError(f"states={states} has no effect: without momentum SGD keeps no state", "Give momentum=0.9, or leave it out.")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises ConfigError for Nesterov's form without momentum or with dampening, and for dampening without momentum."""
-        settings = self.defaults | {key: value for key, value in param_group.items() if key != "params"}
-        momentum, dampening = settings["momentum"], settings["dampening"]
-        if settings["nesterov"] and (not momentum or dampening):
-            raise ConfigError(f"nesterov=True with momentum={momentum} and dampening={dampening}", "It needs momentum above 0, and no dampening.")
-        if dampening and not momentum:
-            raise ConfigError(f"dampening={dampening} has no effect without momentum", "Give momentum=0.9, or leave it out.")
-        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See MasteredOptimizer. Takes a state of torch.optim.SGD too."""

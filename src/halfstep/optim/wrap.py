@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from halfstep import policy as policies
 from halfstep.errors import CheckpointError, ConfigError, suggest
-from halfstep.optim.base import MasteredOptimizer, evaluated
+from halfstep.optim.base import MasteredOptimizer, evaluated, refuse_factor
 from halfstep.optim.buckets import Buckets, cost, signature
 from halfstep.optim.codec import SCALE, Role
 from halfstep.optim.copies import HOOKS, bare_step
@@ -123,6 +123,7 @@ class Wrapped(MasteredOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, factor: float | Tensor = 1.0) -> Any:
         """Step. Gradients are multiplied by `factor` on the way in and stay as they are. Returns the loss of the closure, evaluated once before."""
         inner = self.optimizer
+        refuse_factor(factor)
         args: tuple[Any, ...] = (inner,) if closure is None else (inner, closure)
         kwargs: dict[str, Any] = {}
         for before in list(inner._optimizer_step_pre_hooks.values()):
