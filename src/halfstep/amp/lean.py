@@ -97,7 +97,7 @@ class Layout:
         if table:
             self.tables.add(name)
             self.share(name)
-        follow_loads(module.get_submodule(name.rpartition(".")[0]))
+        follow_loads(module, p)
 
     def share(self, name: str) -> None:
         """Let the gradients that several uses have for a parameter be summed in fp32, as those of an fp32 weight are: 4 bytes per weight.

@@ -15,8 +15,14 @@ from halfstep.optim import attach, detach, master_of
 _loading = threading.local()
 
 
-def follow_loads(part: nn.Module) -> None:
-    """See to it that fp32 values loaded into this module's own 16-bit weights become their masters in full."""
+def follow_loads(module: nn.Module, p: Tensor) -> None:
+    """See to it that fp32 values loaded into a 16-bit weight become its master in full, through each of the modules that have it."""
+    for part in module.modules():
+        if any(q is p for q in part._parameters.values()):
+            _follow_loads_of(part)
+
+
+def _follow_loads_of(part: nn.Module) -> None:
     if not any(getattr(hook, "hook", None) is _before_load for hook in part._load_state_dict_pre_hooks.values()):
         part.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
         part.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]

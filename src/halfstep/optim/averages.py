@@ -14,6 +14,7 @@ from halfstep.errors import CheckpointError, ConfigError, StepOrderError, sugges
 from halfstep.kernels import averaging_kernels
 from halfstep.numerics import average_, stored
 from halfstep.optim.masters import full_values, keep, master_of
+from halfstep.optim.rule import as_number
 
 WARMUPS: dict[str, Callable[[int], float]] = {
     "none": lambda n: 1.0,
@@ -43,14 +44,18 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, warmup: str = "none", buffers: str = "average") -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError(f"decay={decay} is out of range", "Use a number from 0 to below 1, for example 0.999.")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"the average is to be of a {type(model).__name__}, which is no torch.nn.Module", "Give it the model.")
+        if next(model.parameters(), None) is None:
+            raise ConfigError(f"a {type(model).__name__} without parameters has no weights to average", "Give it the model that is trained.")
+        if not 0 <= as_number(decay) < 1:
+            raise ConfigError(f"decay={decay!r} is out of range", "Use a number from 0 to below 1, for example 0.999.")
         for name, given, known in (("warmup", warmup, tuple(WARMUPS)), ("buffers", buffers, BUFFERS)):
             if given not in known:
                 raise ConfigError(f"{name}={given!r} is not known", suggest(str(given), known))
         inner = getattr(model, "_orig_mod", model)  # a compiled module calls its weights otherwise
         self.model: nn.Module = inner if isinstance(inner, nn.Module) else model
-        self.decay, self.warmup, self.buffers, self.updates = decay, warmup, buffers, 0
+        self.decay, self.warmup, self.buffers, self.updates = float(decay), warmup, buffers, 0
         self.averages: dict[str, Tensor] = {}
         self.buffer_averages: dict[str, Tensor] = {}
         self._open = 0  # blocks of `applied`
@@ -119,7 +124,10 @@ class EMA:
         return about | {"averages": dict(self.averages), "buffers": dict(self.buffer_averages)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises CheckpointError, and changes nothing, when it is of another model."""
+        """Go on from a saved state. Raises CheckpointError, and changes nothing, when it is of another model.
+
+        buffers="keep" leaves saved averages of buffers aside: the model's own stay in use.
+        """
         averages, buffers = state_dict.get("averages"), state_dict.get("buffers") or {}
         if averages is None or not {"decay", "updates"} <= state_dict.keys():
             raise CheckpointError("the state holds no averages", "Load what state_dict() of an average gave.")
@@ -134,7 +142,8 @@ class EMA:
         self.decay, self.warmup = float(state_dict["decay"]), str(state_dict.get("warmup", "none"))
         self.updates = int(state_dict["updates"])
         self.averages = {name: _beside(weights[name], values) for name, values in averages.items()}
-        self.buffer_averages = {name: _beside(statistics[name], values) for name, values in buffers.items()}
+        kept = buffers if self.buffers == "average" else {}
+        self.buffer_averages = {name: _beside(statistics[name], values) for name, values in kept.items()}
 
     def _weights(self) -> list[tuple[str, Tensor]]:
         """What is averaged: trained weights, and those that were when they were averaged."""

@@ -96,6 +96,13 @@ def test_it_resumes_bit_for_bit() -> None:
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="decay=1"):
         EMA(model(), 1.0)
+    for decay in ("0.9", None, True, float("nan")):
+        with pytest.raises(ConfigError, match=f"decay={decay!r} is out of range"):
+            EMA(model(), decay)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="of a list, which is no"):
+        EMA(list(model().parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ReLU without parameters has no weights to average"):
+        EMA(nn.ReLU())
     average = EMA(model())
     with pytest.raises(ConfigError, match="no average yet"), average.applied():
         pass
@@ -238,6 +245,10 @@ def test_running_statistics_are_averaged_or_kept() -> None:
     other = EMA(net)
     other.load_state_dict(copy.deepcopy(both.state_dict()))
     assert torch.equal(other.buffer_averages["1.running_mean"], both.buffer_averages["1.running_mean"])
+    weights.load_state_dict(copy.deepcopy(both.state_dict()))  # statistics that nothing would update any more
+    assert not weights.buffer_averages
+    with weights.applied():
+        assert torch.equal(net[1].running_mean, means[1])
 
 
 def test_tied_weights_are_averaged_once_and_frozen_ones_when_they_are_trained() -> None:
