@@ -25,7 +25,7 @@ HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 OWN = frozenset(
-    ("state", "param_groups", "step", "state_dict", "load_state_dict", "halfstep_wrapped", "halfstep_release", *HOOKS)
+    ("state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict", "halfstep_wrapped", "halfstep_release", *HOOKS)
 )  # a copy has its own, or none
 MEMBERS = ("params", "param_names")
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def refuse(optimizer: Any, model: Any, clip: Any, max_norm: Any, after_bad: Any)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer", "Give the optimizer itself.")
     name = type(optimizer).__name__
-    if "halfstep_release" in vars(optimizer):
+    if "halfstep_release" in vars(optimizer) and not vars(optimizer)["halfstep_release"].removed:
         raise ConfigError(f"the gradients of this {name} are released already", "Use the handle, or remove() it first.")
     if "halfstep_wrapped" in vars(optimizer):
         raise ConfigError(f"this {name} was wrapped", "Give the optimizer that halfstep.optim.wrap has returned.")
@@ -40,16 +41,22 @@ def refuse(optimizer: Any, model: Any, clip: Any, max_norm: Any, after_bad: Any)
         raise ConfigError(
             f"{given} was given without {missing}: the exact norm over all gradients is known only when they are used up", "Give both or none."
         )
-    if max_norm is not None and not max_norm > 0:
-        raise ConfigError(f"max_norm={max_norm} is no norm to clip to", "Use a number above 0, or leave out clip and max_norm.")
+    if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not float(max_norm) > 0):
+        raise ConfigError(f"max_norm={max_norm!r} is no norm to clip to", "Use a number above 0, or leave out clip and max_norm.")
     if after_bad not in AFTER_BAD:
         raise ConfigError(f"after_bad={after_bad!r} is not known", suggest(str(after_bad), AFTER_BAD))
     if any(settings.get("differentiable") for settings in (optimizer.defaults, *optimizer.param_groups)):
         raise ConfigError(f"{name} has differentiable=True, and a step inside the backward pass has no gradient", "Use differentiable=False.")
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ConfigError(f"{name} takes its step in two phases, each of which needs all gradients", "Leave out the release.")
+    refuse_hooks(optimizer)
+
+
+def refuse_hooks(optimizer: Any) -> None:
+    """Raise ConfigError where something is to be run before the step."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if optimizer._optimizer_step_pre_hooks or inner._optimizer_step_pre_hooks:
+        name = type(optimizer).__name__
         raise ConfigError(f"{name} has hooks that run before its step, and would see no gradients", "Remove them, or leave out the release.")
 
 

@@ -28,8 +28,10 @@ from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.hardware import give_back_unused_memory
 from halfstep.kernels import cpu_kernels
+from halfstep.optim.attached import Clear, Heard, Step
+from halfstep.optim.attached import handle_of as handle_of
 from halfstep.optim.masters import HALF, RELEASES
-from halfstep.optim.releasable import refuse, refuse_ranks
+from halfstep.optim.releasable import refuse, refuse_hooks, refuse_ranks
 from halfstep.optim.single import single
 
 logger = logging.getLogger("halfstep")
@@ -132,6 +134,7 @@ class Release:
         self._removed = False
         self._scale, self._smallest, self._armed = 1.0, 0.0, False
         self._first, self._freed = True, 0  # nothing was updated yet; bytes of gradients freed since memory was given back
+        self._unfit = False  # nothing that the backward pass at hand reaches may be updated
         self._begun, self._held, self._clipped, self._moved = False, False, False, 0  # from here on: of the step at hand
         self._small, self._present = 0.0, 0.0
         self._seen: dict[int, tuple[float, float]] = {}
@@ -139,7 +142,8 @@ class Release:
         self._listen()
         vars(optimizer)["halfstep_release"] = self
         present = vars(optimizer).get("step")
-        vars(optimizer)["step"] = present if isinstance(present, _Step) else _Step(optimizer, present)
+        vars(optimizer)["step"] = present if isinstance(present, Step) else Step(optimizer, present)
+        self._clears = vars(optimizer)["zero_grad"] = Clear(optimizer, vars(optimizer).get("zero_grad"))
         RELEASES.add(self)
 
     def __str__(self) -> str:
@@ -155,15 +159,20 @@ class Release:
         )
 
     def remove(self) -> None:
-        """Undo it: gradients stay until `zero_grad` again. What a step has done so far stays done."""
-        optimizer = self._optimizer()
+        """Undo it: gradients stay until `zero_grad` again. What a step has done so far stays done, and its `step()` still tells of it."""
         self._removed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._listening = [], {}
+        if not self._seen or self._armed:  # or else when the step is over
+            self._leave()
+
+    def _leave(self) -> None:
+        optimizer = self._optimizer()
         RELEASES.discard(self)
         if optimizer is not None and vars(optimizer).get("halfstep_release") is self:
             del vars(optimizer)["halfstep_release"]  # its step then leads to its own again
+        self._clears.leave()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -173,6 +182,11 @@ class Release:
             yield
         finally:
             self.hold = before
+
+    @property
+    def removed(self) -> bool:
+        """Whether `remove()` was called."""
+        return self._removed
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -186,14 +200,25 @@ class Release:
         return not ids.isdisjoint(self._numbers)
 
     def open(self, scale: float, fit: bool, smallest: float = 0.0) -> None:
-        """A backward pass begins, of a loss times `scale`. fit: the losses of this step are finite. smallest: see `Released.share`; 0 for not."""
-        self._listen()
+        """A backward pass comes through a loss times `scale`. fit: what it reaches may be updated. smallest: see `Released.share`; 0 for not."""
+        if not self._removed:
+            self._listen()
         self._scale, self._smallest, self._armed = scale, smallest, True
-        self._held = self._held or not fit
+        self._unfit = self._unfit or not fit
 
     def shut(self) -> None:
         """The backward pass has ended."""
-        self._armed = False
+        self._armed = self._unfit = False
+
+    def drop(self) -> None:
+        """Gradients are cleared before `step()`: forget the step if nothing was updated, or its backward pass has failed, or nobody will close it."""
+        if self._moved and not (self._armed or self._removed):
+            return  # what comes next is refused: one of the two steps would be lost
+        if self._moved:
+            self._single.end()
+            logger.warning("a backward pass has failed and its step was dropped: %d parameters had been updated by then, and stay so", self._moved)
+        self.shut()
+        self._clear()
 
     def close(self, scale: float) -> Released:
         """The step is over: update what has a gradient still (not reached by the last backward pass), and tell what was done."""
@@ -215,7 +240,7 @@ class Release:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
             for after in list(optimizer._optimizer_step_post_hooks.values()):
                 after(optimizer, (), {})
-        if self.clip == "last" and numbers and not self._bad and not self._held:
+        if self.clip == "last" and not self._bad and not self._held and told.grad_norm > 0:  # 0 says nothing about the next
             optimizer.param_groups[0][LAST_NORM] = told.grad_norm
         self._clear()
         return told
@@ -225,22 +250,22 @@ class Release:
     def heard(self, p: Tensor) -> None:
         """The gradient of `p` is there."""
         self.touched = True
+        self._held = self._held or self._unfit
         if self.hold or p.grad is None or not self._acts():
             return
         number = self._numbers[id(p)]
         if number in self._seen:
             raise StepOrderError(
                 f"{self._called(number, p)} was updated in this step already, and another gradient of it has come",
-                "Close each step with scaler.step(optimizer) or optimizer.step(); run all backward passes of a step but the last inside "
-                "handle.accumulating(); with activation checkpointing use use_reentrant=False; a model that another one is trained through "
-                "(a GAN's discriminator) needs requires_grad_(False) meanwhile.",
+                "Close each step with scaler.step(optimizer) or optimizer.step(): zero_grad() does not undo it. Run all "
+                "backward passes of a step but the last inside handle.accumulating(); with activation checkpointing use use_reentrant=False; "
+                "a model that another one is trained through (a GAN's discriminator) needs requires_grad_(False) meanwhile.",
             )
         self._take(number, p)
 
     def _acts(self) -> bool:
-        """Whether this backward pass is one of a step: an engine that scales losses says so, and runs others to find its scale."""
-        source = self.source() if self.source is not None else None
-        return source is None or self._armed or not source.scaling.active
+        """Whether this backward pass is one of a step. An engine says so: others find its scale, or are the user's own (gradients of inputs)."""
+        return self._armed or self.source is None or self.source() is None
 
     def _take(self, number: int, p: Tensor) -> None:
         """Judge the gradient of one parameter, update it or not, and let go of the gradient."""
@@ -250,6 +275,7 @@ class Release:
             raise StepOrderError(f"{self._called(number, p)} has a gradient and was updated in this step already", "Close each step before the next.")
         if not self._begun:
             refuse_ranks()
+            refuse_hooks(self._alive())
             with torch.no_grad():
                 self._single.begin()
             self._begun = True
@@ -288,6 +314,8 @@ class Release:
         self._seen.clear()
         self._bad.clear()
         self.losses = []
+        if self._removed:
+            self._leave()
 
     def _listen(self) -> None:
         """A hook on every parameter that the optimizer has now."""
@@ -300,7 +328,7 @@ class Release:
                 other = handle_of(p)
                 if other is not None and other is not self:
                     raise ConfigError(f"the gradient of {self._called(self._numbers[id(p)], p)} is released by another handle", "remove() that one.")
-                self._hooks.append(p.register_post_accumulate_grad_hook(_Heard(self)))
+                self._hooks.append(p.register_post_accumulate_grad_hook(Heard(self)))
                 self._listening[id(p)] = ref(p)
 
     def called(self, numbers: Sequence[int]) -> str:
@@ -321,66 +349,6 @@ class Release:
 NAMED = 8  # parameters in a message
 CLIPPED = {"per_parameter": "the norm of each gradient", "last": "the norm over all gradients of the last good step"}
 LEFT_OUT = {"tensor": "its parameter alone", "rest": "its parameter and those whose gradients come later"}
-
-
-class _Heard:
-    """A hook on a parameter that tells a handle of its gradient. Holds it weakly; a copy, by deepcopy or pickle, tells nobody."""
-
-    def __init__(self, handle: Release | None = None) -> None:
-        self._handle = ref(handle) if handle is not None else None
-
-    @property
-    def handle(self) -> Release | None:
-        """The handle, while its optimizer is there."""
-        return self._handle() if self._handle is not None else None
-
-    def __call__(self, parameter: Tensor) -> None:
-        handle = self.handle
-        if handle is not None:
-            handle.heard(parameter)
-
-    def __reduce__(self) -> tuple[type[_Heard], tuple[()]]:
-        return _Heard, ()
-
-
-def handle_of(p: Tensor) -> Release | None:
-    """The handle that releases the gradient of a parameter, or None."""
-    hooks: Any = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-    return next((hook.handle for hook in hooks.values() if isinstance(hook, _Heard) and hook.handle is not None), None)
-
-
-class _Step:
-    """`optimizer.step` while gradients are released: it closes the books. Afterwards it is what stood there before.
-
-    It takes the part of what schedulers put there, whether they were made before it or after. Holds the optimizer weakly: one that nobody has any
-    more must not go on updating.
-    """
-
-    _wrapped_by_lr_sched = True
-
-    def __init__(self, optimizer: Optimizer, before: Any) -> None:
-        self._optimizer, self._before = ref(optimizer), before
-
-    def __call__(self, closure: Any = None, **named: Any) -> Any:
-        optimizer: Any = self._optimizer()
-        optimizer._opt_called = True
-        handle: Release | None = vars(optimizer).get("halfstep_release")
-        if handle is None:
-            given = () if closure is None else (closure,)
-            return self._before(*given, **named) if self._before is not None else type(optimizer).step(optimizer, *given, **named)
-        source = handle.source() if handle.source is not None else None
-        if closure is not None or named:
-            what = "a closure" if closure is not None else f"{next(iter(named))}="
-            raise ConfigError(f"step() was given {what} with released gradients, which the backward pass has used up", CLOSES)
-        if source is not None and source.scaling.active:
-            raise StepOrderError("optimizer.step() was called with gradients of a scaled loss", "Call scaler.step(optimizer): the scale follows it.")
-        told = handle.close(1.0)
-        if told.bad:
-            logger.warning("gradients of %s are not finite or above 2^60: %s", handle.called(told.bad), "these parameters stay as they were")
-        return told
-
-
-CLOSES = "Leave it out: step() closes the books of what the backward pass has done."
 
 
 def _measured(gradient: Tensor) -> tuple[float, float]:

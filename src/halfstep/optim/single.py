@@ -105,7 +105,7 @@ class Twins:
         return twin, group
 
 
-LEFT = ("param_groups", "step", "halfstep_release", "_compiled", *HOOKS)  # what a twin has of its own, or not at all
+LEFT = ("param_groups", "step", "zero_grad", "halfstep_release", "_compiled", *HOOKS)  # what a twin has of its own, or not at all
 
 
 def _settled() -> None:

@@ -25,7 +25,7 @@ from halfstep.policy import Policy
 
 logger = logging.getLogger("halfstep")
 BUCKET_BYTES = 64 * 2**20
-PASSING = frozenset(("step", "_buckets", "halfstep_release", *HOOKS))  # not carried into copies, as torch does not
+PASSING = frozenset(("step", "zero_grad", "_buckets", "halfstep_release", *HOOKS))  # not carried into copies, as torch does not
 
 
 def wrap(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -115,10 +116,7 @@ class StepEngine:
     def when_known(self, optimizer: Optimizer, run: Callable[[], object]) -> None:
         """Run something once the result of this optimizer's last step is known; at once if it is."""
         pending = self.state.record(optimizer).pending
-        if pending is None:
-            run()
-        else:
-            pending.then(run)
+        run() if pending is None else pending.then(run)
 
     def settle(self) -> None:
         """Learn the results that are still on the device."""
@@ -161,7 +159,10 @@ class StepEngine:
         if getattr(loss, "watched_by", None) is state.sign:
             return loss  # with scaling off it is the user's own tensor, and this its second time
         loss.watched_by = state.sign  # type: ignore[attr-defined]
-        when_backward_ends(loss, lambda grad: self._backward_begins(seen, grad), self._backward_ended)
+        begins = partial(self._backward_begins, seen)  # lives as long as the graph
+        if RELEASES:
+            state.release.expect(state, loss, seen, begins)
+        when_backward_ends(loss, begins, self._backward_ended)
         return loss
 
     def _reached(self, loss: Tensor) -> Reached:
@@ -240,12 +241,13 @@ class StepEngine:
     def _backward_begins(self, seen: Tensor | None, gradient: Tensor) -> bool:
         """A backward pass comes through a loss, with `gradient` (1, or what the user has divided it by). Whether it is the first of this pass."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # an earlier pass may have ended with an error
+        first = task != self._task
+        if first:  # an earlier pass may have ended with an error
             self._task, self._going_through = task, []
             if not self.state.scaling.active:
                 self.state.ledger.look([p for r in self._known if (p := r()) is not None], listen=False)
-            if self.state.releases:
-                self.state.release.begin(self.state)
+        if self.state.releases:
+            self.state.release.begin(self.state, seen, first)
         self._going_through.append(seen * gradient.detach().reshape(()) if seen is not None and gradient.numel() == 1 else None)
         return len(self._going_through) == 1
 
@@ -292,9 +294,7 @@ class StepEngine:
                 "unscale_() was already called on this optimizer since its last step, or a clip has unscaled its gradients: twice divides them twice",
                 "Call it once per step, before clipping.",
             )
-        if not self.state.scaling.active:
-            return judging.make_unscaled(self.state, optimizer)
-        return judging.unscale(self.state, optimizer)
+        return (judging.unscale if self.state.scaling.active else judging.make_unscaled)(self.state, optimizer)
 
     def clip(self, chosen: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of `chosen` parameters to `max_norm`, unscaling them first. Returns their norm before clipping, a scalar tensor."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.optim import RELEASES, Release, Released
 from halfstep.step import checks, taking
-from halfstep.step.graph import Reached
+from halfstep.step.graph import Reached, walk
 from halfstep.step.marks import parameters
 from halfstep.step.record import Record
 from halfstep.step.result import Culprit, StepResult
@@ -52,17 +52,32 @@ def bind(state: StepState, handle: Release) -> None:
         state.releases.append(ref(handle))
 
 
-def begin(state: StepState) -> None:
-    """A backward pass begins: released gradients are used from now on, unless the losses of their step are not finite."""
-    fit = state.loss is None or state.loss_spent or bool(torch.isfinite(state.loss).all())
+def expect(state: StepState, loss: Tensor, seen: Tensor | None, begins: object) -> None:
+    """A loss was scaled, `seen` is its value. If that is not finite, nothing that it reaches is updated by a loss that comes before it.
+
+    begins: lives as long as its graph, so that a loss whose backward pass is left out holds nothing.
+    """
+    if seen is not None and handles(state) and not torch.isfinite(seen):
+        state.unfit.append((ref(begins), seen, {id(p) for p in walk(loss).leaves}))
+
+
+def begin(state: StepState, seen: Tensor | None, first: bool) -> None:
+    """A backward pass comes through a loss: gradients are used from now on, save those of parameters that a loss reaches which is not finite.
+
+    A hook on the loss runs before anything below it: what this loss reaches has not been updated by this pass. first: of the losses of this pass.
+    """
+    fit = seen is None or bool(torch.isfinite(seen))
     if state.agree is not None:
         fit = not bool(state.agree(torch.tensor([float(not fit)])))
+    state.unfit = [u for u in state.unfit if u[1] is not seen and u[0]() is not None]
     smallest = FP16_NORMAL if state.scaling.senses else 0.0
     for handle in handles(state):
         optimizer = handle.optimizer
         if optimizer is not None:
-            checks.refuse_settings(optimizer)
-            handle.open(state.scale_at_hand, fit, smallest)
+            if first:
+                handle.shut()  # an earlier pass may have ended with an error
+                checks.refuse_settings(optimizer)
+            handle.open(state.scale_at_hand, fit and not any(handle.reaches(ids) for _, _, ids in state.unfit), smallest)
 
 
 def ended(state: StepState, loss: Tensor | None) -> None:
@@ -94,6 +109,7 @@ def take(state: StepState, optimizer: Optimizer, handle: Release, closure: Any, 
         raise StepOrderError("step() was called twice on one optimizer without update() between", "Call update() once per iteration, after step().")
     bind(state, handle)
     losses = handle.losses
+    state.unfit.clear()
     with state.taking_a_step():
         told = handle.close(state.scale_at_hand)
     if not told.numbers:

@@ -90,6 +90,7 @@ class StepState:
     widened: dict[int, ref[Tensor]] = field(default_factory=dict)  # 16-bit parameters whose gradients were made fp32
     names: dict[int, tuple[ref[Tensor], str]] = field(default_factory=dict)
     releases: list[ref[Release]] = field(default_factory=list)  # of optimizers that step inside the backward pass
+    unfit: list[tuple[ref[Any], Tensor, set[int]]] = field(default_factory=list)  # losses to come that are not finite, and ids of what they reach
 
     def __post_init__(self) -> None:
         self.sign = Sign(self)
