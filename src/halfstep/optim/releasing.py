@@ -216,8 +216,9 @@ class Release:
             return  # what comes next is refused: one of the two steps would be lost
         if self._moved:
             self._single.end()
-            logger.warning("a backward pass has failed and its step was dropped: %d parameters had been updated by then, and stay so", self._moved)
-        self.shut()
+            logger.warning(
+                "a step was dropped (its backward pass failed, or the handle was removed): %d parameters had been updated, and stay so", self._moved
+            )
         self._clear()
 
     def close(self, scale: float) -> Released:
@@ -309,6 +310,7 @@ class Release:
         return numerics.clip_factor(norm, self.max_norm)
 
     def _clear(self) -> None:
+        self.shut()  # a backward pass that ended with an error has not
         self._begun = self._held = self._clipped = self.touched = False
         self._moved, self._small, self._present = 0, 0.0, 0.0
         self._seen.clear()
