@@ -216,9 +216,7 @@ class Release:
             return  # what comes next is refused: one of the two steps would be lost
         if self._moved:
             self._single.end()
-            logger.warning(
-                "a step was dropped (its backward pass failed, or the handle was removed): %d parameters had been updated, and stay so", self._moved
-            )
+            logger.warning("a step was dropped (its pass failed, or release was removed): %d parameters had been updated, and stay so", self._moved)
         self._clear()
 
     def close(self, scale: float) -> Released:
