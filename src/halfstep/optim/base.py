@@ -144,7 +144,7 @@ class MasteredOptimizer(QuickToClear):
                     f"weights={self.weights} was asked for, and a parameter of shape {tuple(p.shape)} has a {master.storage.name} master already",
                     f"Use weights={master.storage.name}, as the policy of its model says.",
                 )
-        if self.weights not in (None, "fp32") and not narrow:
+        if self.asked[0] not in (None, "fp32") and not narrow:  # a policy that is followed may have its 16-bit weights among frozen ones
             raise ConfigError(
                 f"weights={self.weights} has no effect: all {len(held)} parameters of this {type(self).__name__} are fp32",
                 "Leave it out, or bind the model to a *-lean or *-true policy (halfstep.amp.bind).",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from halfstep.errors import ConfigError
 from halfstep.kernels import kernels_for
 from halfstep.optim.base import MasteredOptimizer, evaluated, refuse_factor
 from halfstep.optim.codec import put
@@ -71,6 +72,12 @@ class OnePass(MasteredOptimizer):
         state: dict[str, Any] = self.state[p] if kept else self.state.get(p, {})  # torch's optimizers too have none where nothing is kept
         gradient = rule.gradient(p, number)
         first = [key for key in kept if not isinstance(state.get(key), Tensor)]
+        for key in kept:
+            if key not in first and (made := state[key].numel()) != p.numel():
+                raise ConfigError(
+                    f"parameter {number} had {made} elements when its {key} was made, and has {p.numel()} of shape {tuple(p.shape)} now",
+                    "Make the optimizer anew after resizing a model.",
+                )
         if rule.counts and "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         for key in first:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import ConfigError
-from halfstep.optim import AdamW, attach, master_of
+from halfstep.optim import AdamW, Lion, attach, master_of, wrap
+from halfstep.policy import parse
 
 
 def test_masters_that_are_there_are_used_as_they_are() -> None:
@@ -73,6 +74,18 @@ def test_a_storage_that_would_have_no_effect_is_refused_at_the_first_step() -> N
     with pytest.raises(ConfigError, match=r"no effect.*bind|no effect.*Leave"):
         optimizer.step()
     assert all(unchanged(params))
+
+
+def test_a_policy_that_is_followed_may_leave_an_optimizer_no_16_bit_weight() -> None:
+    """Adapters, prompts and norms are trained in fp32 beside a base in 16 bits."""
+    for make in (AdamW, Lion, lambda ps, **settings: wrap(torch.optim.SGD(ps, **settings))):
+        p = nn.Parameter(torch.ones(3))
+        optimizer = make([p], lr=0.25, weight_decay=0.0)
+        optimizer.follow(parse("bf16-lean"))
+        p.grad = torch.full((3,), 1.0)
+        optimizer.step()
+        assert p.detach() == pytest.approx(0.75)
+        assert master_of(p) is None
 
 
 def test_fp32_weights_are_not_promised_for_16_bit_ones() -> None:

@@ -159,3 +159,20 @@ def test_a_factor_that_would_spoil_every_weight_is_refused(factor: Any) -> None:
             optimizer.step(factor=factor)
         assert torch.equal(p.detach(), torch.ones(3))
         assert not getattr(optimizer, "steps", 0)
+
+
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_was_resized_under_its_states_is_named(dtype: torch.dtype, states: str) -> None:
+    """As `resize_token_embeddings` does it: the same parameter with another tensor in it."""
+    first, table = nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.ones(8, 4, dtype=dtype))
+    optimizer = Lion([first, table], lr=0.25, states=states)
+    stepped(optimizer, 3)
+    table.grad, table.data = None, torch.ones(10, 4, dtype=dtype)
+    before = first.detach().clone()
+    with pytest.raises(ConfigError, match=r"parameter 1 had 32 elements when its exp_avg was made, and has 40 of shape \(10, 4\) now\. Make"):
+        stepped(optimizer, 1)
+    assert optimizer.steps == 3
+    assert torch.equal(first.detach(), before)
+    stepped(Lion([first, table], lr=0.25, states=states), 1)
+    assert torch.equal(table.detach(), torch.full((10, 4), 0.75, dtype=dtype))
