@@ -1,4 +1,4 @@
-"""AdamW and the sum of squares over many tensors in one compiled call each, for the CPU (numba).
+"""AdamW, SGD, Lion and the sum of squares over many tensors in one compiled call each, for the CPU (numba).
 
 What is called works on addresses: tensors are checked once, when a `Plan` is made, and gradients at every run. Tensors are cut into chunks of
 whole blocks, and chunks are shared out to as many threads as torch uses. Neither the cut nor the number of threads changes a bit.

@@ -70,5 +70,6 @@ class Lion(OnePass):
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
+        betas = tuple(betas) if isinstance(betas, list) else betas
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, weights, states, policy, seed)
