@@ -21,4 +21,6 @@ def with_masters(optimizer: Optimizer, policy: Policy) -> Optimizer:
     narrow = any(p.dtype in HALF and p.requires_grad for group in optimizer.param_groups for p in group["params"])
     if policy.weights == "fp32" and policy.states == "fp32" and not narrow:
         return optimizer
-    return wrap(optimizer, policy)
+    wrapped = wrap(optimizer, policy)
+    wrapped.asked = (None, None)  # nobody asked it of this optimizer, which may have only fp32 weights of the model
+    return wrapped

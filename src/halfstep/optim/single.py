@@ -7,7 +7,6 @@ it through the buckets of `halfstep.optim.wrap`, one for each parameter, once sm
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any, Protocol
 from weakref import proxy, ref
 
@@ -15,13 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
-from halfstep.numerics import Noise
 from halfstep.optim.base import MasteredOptimizer
 from halfstep.optim.buckets import Buckets, signature
-from halfstep.optim.codec import Role
 from halfstep.optim.copies import HOOKS, bare_step
 from halfstep.optim.fused import FusedAdamW
-from halfstep.optim.trial import tried_singly
+from halfstep.optim.trial import AsTheyAre, tried_singly
 from halfstep.optim.wrap import Wrapped
 
 REMEDY = "Use halfstep.optim.AdamW, SGD or Lion, or leave out the release."
@@ -112,21 +109,6 @@ def _settled() -> None:
     """Masters were settled for all parameters when the window began."""
 
 
-class _AsTheyAre:
-    """States of an optimizer that nobody has wrapped stay as they are."""
-
-    roles: Mapping[str, Role] = {}
-
-    def decoded(self, state: Mapping[str, Any], key: str, p: Tensor) -> Tensor:
-        return state[key]  # type: ignore[no-any-return]
-
-    def encode(self, state: dict[str, Any], key: str, values: Tensor, number: int) -> None:
-        state[key] = values
-
-    def noise(self, number: int) -> Noise:
-        return Noise(0, number, 0)
-
-
 class OneByOne:
     """For any other optimizer, wrapped or not: a copy of it for each parameter, whose settings are those of the original.
 
@@ -157,7 +139,7 @@ class OneByOne:
             _part(inner)
         if self._buckets is None or self._buckets.signature != signature(inner):
             count = sum(len(g["params"]) for g in inner.param_groups)
-            formats = proxy(optimizer) if isinstance(optimizer, Wrapped) else _AsTheyAre()  # one that nobody has any more must go
+            formats = proxy(optimizer) if isinstance(optimizer, Wrapped) else AsTheyAre()  # one that nobody has any more must go
             self._buckets = Buckets(inner, formats, {}, None, range(1, count + 1))
         self._buckets.push(inner)
         self._left, self._counted = set(range(len(self._buckets.buckets))), False

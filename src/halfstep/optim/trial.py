@@ -47,18 +47,21 @@ class Trial:
     others: tuple[str, ...] = ()
 
 
-class _AsTheyAre:
-    """States stay as they are."""
+class AsTheyAre:
+    """The states of an optimizer that nobody has wrapped."""
 
     roles: Mapping[str, Role] = {}
 
     def decoded(self, state: Mapping[str, Any], key: str, p: Tensor) -> Tensor:
+        """The state itself."""
         return state[key]  # type: ignore[no-any-return]
 
     def encode(self, state: dict[str, Any], key: str, values: Tensor, number: int) -> None:
+        """Put it back."""
         state[key] = values
 
     def noise(self, number: int) -> Noise:
+        """Of a weight that is stored with noise; nobody has asked for a seed."""
         return Noise(0, number, 0)
 
 
@@ -126,7 +129,7 @@ def _run(optimizer: Optimizer, cuts: Callable[[Optimizer], Sequence[int] | None]
     held = [p for group in tiny.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in held]
     ends, at_odds = cuts(tiny), set()
-    buckets = None if ends is None else Buckets(tiny, _AsTheyAre(), {}, None, ends)
+    buckets = None if ends is None else Buckets(tiny, AsTheyAre(), {}, None, ends)
     for size in SIZES:
         for p in held:
             p.grad = _drawn(p, draws) * size if p.requires_grad else None
