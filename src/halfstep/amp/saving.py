@@ -1,7 +1,7 @@
 """Which of the tensors that a forward pass saves for its backward pass are kept in 8 bits: a function mode with a list of functions.
 
 Saved tensors are packed by `torch.autograd.graph.saved_tensors_hooks`, whose hooks are told nothing but the tensor. A mode knows the function that
-saves it, and only those of `TREATED` are given hooks: products, convolutions, attention, norms, pointwise activations, softmax, multiplication,
+saves it, and only those of `TREATED` are given hooks: products, convolutions, attention, norms, pointwise activations, multiplication,
 dropout and pooling. Their derivatives are linear in what is saved, or bend so slowly that unbiased rounding leaves them unbiased for all practical
 purposes. Whatever else a model computes (divisions, roots, exponentials, losses, recurrent networks, autograd functions of others) saves what it
 always did, exactly.
@@ -41,7 +41,7 @@ OPERANDS = names(
     hardswish logsigmoid glu dropout dropout1d dropout2d dropout3d
     scaled_dot_product_attention max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d"""
 )
-MADE = names("layer_norm rms_norm group_norm batch_norm instance_norm softmax")  # what needs no gradient stays exact
+MADE = names("layer_norm rms_norm group_norm batch_norm instance_norm")  # what needs no gradient stays exact
 TREATED: dict[Any, Treatment] = {
     **dict.fromkeys(every_form(LAYERS), "layer"),
     **dict.fromkeys(every_form(OPERANDS), "operands"),

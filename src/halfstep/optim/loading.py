@@ -55,7 +55,7 @@ def groups_of_rule(
     found = []
     for number, (theirs, own) in enumerate(zip(saved["param_groups"], groups, strict=True)):
         foreign = sorted(RULES & theirs.keys() - own.keys())
-        missing = [key for key in defaults if key not in theirs and key not in NEUTRAL]
+        missing = [key for key in defaults if key in own and key not in theirs and key not in NEUTRAL]  # torch adds a default when it loads
         if foreign or missing:
             said = f"has {', '.join(foreign)}" if foreign else f"lacks {', '.join(missing)}"
             raise CheckpointError(f"group {number} of the saved state {said}: it is of another optimizer than {name}", other)

@@ -37,8 +37,9 @@ def recompute_blocks(model: nn.Module, settings: Mapping[str, Any] | None = None
     """Compute the activations of the repeated blocks of `model` again in the backward pass, while it trains; returns a handle that undoes it.
 
     A model with a method for it (of transformers: `activation_checkpointing_enable`, or `gradient_checkpointing_enable`) does it itself, and its
-    forward pass gets use_cache=False: keys and values for later tokens are of no use in training. In any other model these are the members of each
-    ModuleList or Sequential that has two or more of one class, each with parts of its own; of nested ones the outermost.
+    forward pass gets use_cache=False: keys and values for later tokens are of no use in training (and a run with them rounds otherwise). In any
+    other model these are the members of each ModuleList or Sequential that has two or more of one class, each with parts of its own; of nested ones
+    the outermost.
 
     settings: arguments of `torch.utils.checkpoint.checkpoint`, use_reentrant=False unless they say otherwise. Losses, gradients, buffers and random
     states are those without checkpointing, bit for bit: each block begins again with the random state and the buffers that it began with.

@@ -121,7 +121,7 @@ OWNERS: list[tuple[str, Callable[[], nn.Module], str, set[str]]] = [
     ("spectral-norm", lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), BF16, {"bias"}),
     ("held", lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "bf16-lean,fp32=1", {"0.weight", "0.bias"}),
     ("op-in-fp32", lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 1)), "bf16-lean,fp32_ops=linear", {"1.weight", "1.bias"}),
-    ("tied-embedding", lambda: tied(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)), BF16, set()),
+    ("tied-embedding", lambda: tied(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)), BF16, {"one.weight"}),
     ("tied-linear", lambda: tied(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), BF16, {"one.weight"}),
     ("views", views_of_each_other, BF16, set()),
     ("frozen", lambda: frozen(exact=False), BF16, set()),

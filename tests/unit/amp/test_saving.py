@@ -64,7 +64,6 @@ OPS = {
     "rms norm": (lambda m, x: F.rms_norm(x, (64,), m.g), {"g": torch.ones(64)}),
     "batch norm": (lambda m, x: F.batch_norm(x.mT, None, None, m.g, None, True), {"g": torch.ones(64)}),
     "group norm": (lambda m, x: F.group_norm(x.mT, 4), {}),
-    "softmax": (lambda m, x: (x * 3).softmax(-1), {}),
     "relu": (lambda m, x: F.relu(x), {}),
     "relu in place": (lambda m, x: F.relu(x * 1, inplace=True), {}),
     "gelu": (lambda m, x: F.gelu(x), {}),
@@ -107,7 +106,7 @@ def test_gradients_of_each_op_are_as_near_as_the_format_allows(name, kind):
         assert 1e-5 < error < (0.025 if kind == "int8" else 0.09)
 
 
-@pytest.mark.parametrize("name", ["linear", "layer norm", "attention", "gelu", "softmax", "cube"])
+@pytest.mark.parametrize("name", ["linear", "layer norm", "attention", "gelu", "cube"])
 def test_gradients_are_right_in_the_mean(name):
     exact, _ = gradients(name, None, torch.float64)
     count = 24

@@ -64,6 +64,8 @@ def trained(make: object, precision: str, settings: dict | None, steps: int = 3)
     """Losses, gradients of each step, and the state and the random state at the end."""
     torch.manual_seed(0)
     model = make().train()  # type: ignore[operator]
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # keys and values of a cache lie otherwise in memory, and products round otherwise
     accelerator = Accelerator(precision=precision, cpu=True)
     handle = recompute_blocks(model, settings) if settings is not None and settings.pop("first", False) else None
     accelerator.prepare(model)
