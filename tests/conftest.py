@@ -11,11 +11,11 @@ import torch
 
 torch.set_num_threads(1)
 
-TABLE, PART = 24, 4  # of a test with more cases than TABLE the default run takes every PART-th; `make nightly` takes all
+TABLE, PART = 24, 8  # of a test with more cases than TABLE the default run takes every PART-th; `make nightly` takes all
 
 
 def pytest_addoption(parser):
-    parser.addoption("--whole", action="store_true", help="every case of the large tables of cases, and not every fourth (make nightly)")
+    parser.addoption("--whole", action="store_true", help="every case of the large tables of cases, and not every eighth (make nightly)")
 
 
 def pytest_collection_modifyitems(config, items):
