@@ -17,9 +17,9 @@ from torch import Tensor
 from halfstep.errors import ConfigError
 from halfstep.kernels import loops, pool, rules
 from halfstep.kernels.codes import FORMATS
-from halfstep.kernels.items import Item, check, check_gradient, is_dense, kinds, places
+from halfstep.kernels.items import Item, check, is_dense, kinds, places
 from halfstep.kernels.rows import ROW as ROW
-from halfstep.kernels.rows import keys
+from halfstep.kernels.rows import keys, tables
 from halfstep.kernels.rows import row as row
 from halfstep.numerics import Settings
 
@@ -57,22 +57,7 @@ class Plan:
         `Noise(seed, items[i].parameter, noise_step)`.
         Raises ConfigError, before anything is written, for a gradient that does not lie as its weight does and for settings of another rule.
         """
-        if len(gradients) != len(self.items) or len(steps) != len(self.items):
-            raise ConfigError(
-                f"{len(gradients)} gradients and {len(steps)} steps were given for {len(self.items)} weights", "Give one of each for each weight."
-            )
-        other = {step.rule for step in steps} - {self.rule}
-        if other:
-            raise ConfigError(f"settings of {other.pop()} were given to a plan of {self.rule}", "Give those of the plan's rule.")
-        addresses = np.zeros(len(self.items), dtype=np.int64)
-        forms = np.zeros(len(self.items), dtype=np.int32)
-        for i, (gradient, item) in enumerate(zip(gradients, self.items, strict=True)):
-            if gradient is not None:
-                check_gradient(gradient, item, i)
-                addresses[i], forms[i] = gradient.data_ptr(), FORMATS[gradient.dtype]
-        rows = {step: row(step, factor) for step in set(steps)}
-        scalars = np.array([rows[step] for step in steps], dtype=np.float32).reshape(-1, ROW)
-        self.launch(addresses, forms, scalars, noise_step)
+        self.launch(*tables(self.items, self.rule, gradients, steps, factor), noise_step)
 
     def launch(self, addresses: Table, forms: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], noise_step: int) -> None:
         """`run` without looking: addresses of gradients (0: none), their formats, the `row` of each item, and the step of the noise."""

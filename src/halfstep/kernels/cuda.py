@@ -42,9 +42,9 @@ from halfstep.kernels.cuda_parts import (
     write_weight,
 )
 from halfstep.kernels.items import Item as Item
-from halfstep.kernels.items import check, check_gradient, is_dense, kinds, places
+from halfstep.kernels.items import check, is_dense, kinds, places
 from halfstep.kernels.rows import ROW as ROW
-from halfstep.kernels.rows import keys
+from halfstep.kernels.rows import keys, tables
 from halfstep.kernels.rows import row as row
 from halfstep.numerics import Settings
 
@@ -259,23 +259,8 @@ class Plan:
         bad: fp32, one element on the device; where it is not 0 nothing is written (torch's `found_inf`), and the caller counts no step.
         Raises ConfigError, before anything is written, for a gradient that does not lie as its weight does and for settings of another rule.
         """
-        if len(gradients) != len(self.items) or len(steps) != len(self.items):
-            raise ConfigError(
-                f"{len(gradients)} gradients and {len(steps)} steps were given for {len(self.items)} weights", "Give one of each for each weight."
-            )
-        other = {step.rule for step in steps} - {self.rule}
-        if other:
-            raise ConfigError(f"settings of {other.pop()} were given to a plan of {self.rule}", "Give those of the plan's rule.")
-        addresses = np.zeros(len(self.items), dtype=np.int64)
-        forms = np.zeros(len(self.items), dtype=np.int32)
-        for i, (gradient, item) in enumerate(zip(gradients, self.items, strict=True)):
-            if gradient is not None:
-                check_gradient(gradient, item, i)
-                addresses[i], forms[i] = gradient.data_ptr(), FORMATS[gradient.dtype]
         known, times = (1.0, factor) if isinstance(factor, Tensor) else (factor, None)
-        rows = {step: row(step, known) for step in set(steps)}
-        scalars = np.array([rows[step] for step in steps], dtype=np.float32).reshape(-1, ROW)
-        self.launch(addresses, forms, scalars, noise_step, times, bad)
+        self.launch(*tables(self.items, self.rule, gradients, steps, known), noise_step, times, bad)
 
     def launch(
         self,

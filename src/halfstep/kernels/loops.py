@@ -308,6 +308,16 @@ def _place_first(key1, key2, start, x, scales, bits, mixed, k):
 
 
 @part
+def _first_code(x, k, noise, scale):
+    """Level k with the sign of `x`, or the one above it."""
+    low, high = _first_value(f32(k), scale), _first_value(f32(f32(k) + f32(1)), scale)
+    chance = f32(f32(f32(i32(noise & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
+    code = i32(k + i32(f32(f32(abs(x)) - low) > f32(f32(high - low) * chance)))
+    sign = i32(f32(x).view(i32) >> i32(31))
+    return i8(i32(i32(code ^ sign) - sign))
+
+
+@part
 def _write_first(x, k, mixed, scales, codes, root, root_scales, root_k):
     """Up from level k or not. Beside it the level below each second moment, from its root, for the same reason."""
     for block in range(scales.shape[0]):
@@ -316,12 +326,7 @@ def _write_first(x, k, mixed, scales, codes, root, root_scales, root_k):
         for j in range(BLOCK):
             i = begin + j
             root_k[i] = i32(f32(f32(np.sqrt(root[i])) * by))
-            value, level = f32(abs(x[i])), f32(k[i])
-            low, high = _first_value(level, scale), _first_value(f32(level + f32(1)), scale)
-            chance = f32(f32(f32(i32(mixed[i] & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
-            code = i32(k[i] + i32(f32(value - low) > f32(f32(high - low) * chance)))
-            sign = i32(f32(x[i]).view(i32) >> i32(31))
-            codes[i] = i8(i32(i32(code ^ sign) - sign))
+            codes[i] = _first_code(x[i], k[i], mixed[i], scale)
 
 
 @part
@@ -331,12 +336,7 @@ def _write_first_alone(x, k, mixed, scales, codes):
         begin, scale = block * BLOCK, scales[block]
         for j in range(BLOCK):
             i = begin + j
-            value, level = f32(abs(x[i])), f32(k[i])
-            low, high = _first_value(level, scale), _first_value(f32(level + f32(1)), scale)
-            chance = f32(f32(f32(i32(mixed[i] & u32(0xFFFF))) + f32(0.5)) * f32(1 / 65536))
-            code = i32(k[i] + i32(f32(value - low) > f32(f32(high - low) * chance)))
-            sign = i32(f32(x[i]).view(i32) >> i32(31))
-            codes[i] = i8(i32(i32(code ^ sign) - sign))
+            codes[i] = _first_code(x[i], k[i], mixed[i], scale)
 
 
 @part

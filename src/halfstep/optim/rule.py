@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from halfstep.numerics import Settings
 from halfstep.optim.codec import Role
 
 
-class Rule:
+class Rule(ABC):
     """An update rule. Stateless. Its formula, and its plain definition, are those of the settings that it makes (`halfstep.numerics`)."""
 
     name: ClassVar[str]  # as people write it
@@ -36,9 +37,9 @@ class Rule:
         """The states that a step under a group's settings reads and writes, in the order of the definition."""
         return tuple(self.roles)
 
+    @abstractmethod
     def settings(self, group: Mapping[str, Any], count: int, first: bool) -> Settings:
         """The settings of step `count` (0 where none are counted) of a weight in a group. first: its states are new, and zeros."""
-        raise NotImplementedError
 
     def gradient(self, p: Tensor, number: int) -> Tensor:
         """The gradient of parameter `number`, dense. Raises ConfigError for one that the rule has no meaning for."""
