@@ -148,15 +148,11 @@ def _wanted(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tupl
     return tables(device, op_list, fp32_ops, half_ops, emulated)
 
 
-@functools.cache
-def _twin(*key: Any) -> Tables:
-    found = _wanted(*key)
-    return Tables(found.on, found.off, found.emulated, found.island)
-
-
 def _traced(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple[str, ...], emulated: tuple[str, ...]) -> Tables:
-    """Those of a graph: never the very object of a block that is open around it, which torch.compile cannot guard on being the same constant."""
-    return _twin(device, op_list, fp32_ops, half_ops, emulated)
+    """Those of a graph, made anew for each: never the very object of a block that is open around it, perhaps by another graph, which torch.compile
+    cannot guard on being the same constant."""
+    found = _wanted(device, op_list, fp32_ops, half_ops, emulated)
+    return Tables(found.on, found.off, found.emulated, found.island)
 
 
 def _island(device: str) -> Tables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -10,13 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.amp.casting import PINS, bound_policy, settle_now
+from halfstep.amp.autocast import autocast, forward_context
+from halfstep.amp.casting import PINS, bound_policy, cast_floating, settle_now, upcast
+from halfstep.amp.lean import before_compiled
+from halfstep.amp.mode import Applied, OpMode, Switched, Within
 from halfstep.amp.ops import HALF
+from halfstep.amp.settling import minded, settle
 
 logger = logging.getLogger("halfstep")
 
 NUMBERS = itertools.count()
 NONE: dict[str, Any] = {}  # the pins of a model that has none
+# what runs around and between the graphs of a model that is not one graph, and would be compiled for itself, to nothing
+BETWEEN = (
+    *(getattr(block, name) for block in (autocast, Applied, Switched, Within) for name in ("__init__", "__enter__", "__exit__")),
+    *(OpMode.__init__, OpMode.__torch_function__, OpMode.__enter__, OpMode.__exit__),
+    *(forward_context, minded, settle, upcast, cast_floating, before_compiled),
+)
 
 
 class CompiledCall:
@@ -63,7 +74,18 @@ class CompiledCall:
                 *(", ".join(narrow), "|".join(narrow)),
             )
             return self.model.forward
+        _leave_out_what_is_between()
         return torch.compile(_with_code_of_its_own(self.model.forward), **self.options)
+
+
+@functools.cache
+def _leave_out_what_is_between() -> None:
+    """Tell torch not to compile halfstep's blocks by themselves. Inside of a graph they are followed all the same."""
+    from torch._C._dynamo import eval_frame
+
+    skipped = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in BETWEEN:
+        eval_frame.set_code_exec_strategy(function.__code__, skipped)
 
 
 def _is_narrow(model: nn.Module, name: str) -> bool:

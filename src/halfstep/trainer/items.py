@@ -38,7 +38,11 @@ class ItemCount(Tensor):
 
 def noting(count: Any) -> ItemCount | None:
     """`count` as a number that notes its use; None stays None."""
-    return None if count is None else torch.as_tensor(count).as_subclass(ItemCount)
+    if count is None:
+        return None
+    # as a parameter is made and not by as_subclass, which gives a view: a graph that saves it detaches views, and torch refuses to for a subclass
+    made: ItemCount = Tensor._make_subclass(ItemCount, torch.as_tensor(count))
+    return made
 
 
 def was_used(count: ItemCount | None) -> bool:

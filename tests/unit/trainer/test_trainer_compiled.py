@@ -82,6 +82,33 @@ def test_a_compiled_run_is_the_run_with_no_break_in_its_graphs(tmp_path: Path, p
         assert set(file.keys()) == set(Net().state_dict())
 
 
+class Broken(Net):
+    """A model that torch.compile cannot put into one graph, with a loss that is divided by the number of items: as transformers' are in their first call."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        h = self.table(input_ids)
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            h = block(h)
+        return {"loss": self.loss(self.head(h).float(), labels, num_items_in_batch)}
+
+    def loss(self, logits: Tensor, labels: Tensor, items: Tensor | None) -> Tensor:
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / (labels.numel() if items is None else items)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it by replacing showwarning, which an error does not ask
+@pytest.mark.parametrize("products", ["native", "emulated"])
+def test_a_model_that_breaks_into_several_graphs_is_the_one_that_is_not_compiled(tmp_path: Path, products: str) -> None:
+    settings: dict[str, Any] = {"precision": f"bf16-mixed,products={products}", "eval_strategy": "no", "eval_steps": None, "max_steps": 2}
+    eager, compiled = Broken(), Broken()
+    _, expected = trained(tmp_path / "a", eager, **settings)
+    _, found = trained(tmp_path / "b", compiled, **settings, torch_compile=True, torch_compile_backend="aot_eager")
+    assert found == expected
+    assert same(eager, compiled)
+    assert torch._dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-lean"])
 def test_it_goes_on_from_checkpoints_compiled_and_not(tmp_path: Path, precision: str) -> None:
