@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from halfstep.hardware import doctor as doctor
     from halfstep.optim import ema as ema
     from halfstep.policy import Policy as Policy
+    from halfstep.reports import report as report
     from halfstep.step import StepResult as StepResult
     from halfstep.tracing import Finding as Finding
     from halfstep.tracing import Trace as Trace
@@ -58,6 +59,7 @@ _WHERE = {
     "ema": "halfstep.optim",
     "errors": "",
     "optim": "",
+    "report": "halfstep.reports",
 }
 
 __all__ = [*_WHERE, "__version__"]

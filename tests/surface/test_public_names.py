@@ -32,6 +32,7 @@ NAMES = [
     "ema",
     "errors",
     "optim",
+    "report",
     "scan",
     "trace",
 ]

@@ -1,0 +1,232 @@
+"""The first screen: did it train, were steps lost, was anything near its limit, what to do. Pure functions of a history."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from halfstep.reports.document import Answer, Answers, State
+from halfstep.reports.history import History
+from halfstep.reports.layers import views
+from halfstep.reports.numbers import count, number, scale, share
+from halfstep.reports.series import Series, marks
+
+NOISE = 3.0  # standard errors that two ends of a curve must be apart
+PART = 0.05  # of the records at either end that are compared
+LOST_FEW = 0.01  # share of lost steps that is worth a look and no more
+UNDERFLOW, STALLED = 0.1, 0.1  # shares from which on they are said
+
+
+def answers(run: History) -> Answers:
+    """The four questions for one run."""
+    trained, lost, near = did_it_train(run), were_steps_lost(run), near_its_limit(run)
+    return Answers(run.name, (trained, lost, near), what_to_do(run, trained, lost, near))
+
+
+def did_it_train(run: History) -> Answer:
+    """Whether the loss came down, by more than its noise, and stayed finite."""
+    question, series = "Did it train?", run.loss
+    good = series.finite
+    evaluated = _evaluated(run)
+    ended = run.events_of("diverged")
+    if not len(series):
+        return Answer(question, "unknown", "Not known.", f"The records have no loss. {evaluated}".strip())
+    if not len(good):
+        return Answer(question, "bad", "No: the loss was never finite.", f"{count(len(series), 'record')}, none of them finite.")
+    last = marks(series)
+    if not np.isfinite(series.values[-1]):
+        return Answer(question, "bad", f"No: the loss is {_kind(series)} at the end.", f"From step {number(last[-1].first)} on. {evaluated}".strip())
+    if ended:
+        return Answer(question, "bad", "No: the run ended with DivergedError.", ended[-1].text)
+    first, final, error = _ends(good)
+    path = f"from {number(first)} to {number(final)}"
+    if len(good) < 2:
+        return Answer(
+            question, "unknown", "Not known: one record of the loss.", f"It is {number(final)} at step {number(good.steps[-1])}. {evaluated}"
+        )
+    if final < first - max(NOISE * error, 0.002 * abs(first)):
+        told = f"The loss fell {path} in {count(run.steps, 'step')}. {evaluated}"
+        lowest = float(np.min([np.median(p) for p in np.array_split(good.values, min(20, len(good)))]))
+        if final - lowest > max(NOISE * error, 0.1 * (first - lowest)):
+            return Answer(question, "watch", f"At first: the loss rose again to {number(final)}.", f"{told} Lowest part: {number(lowest)}.")
+        if series.bad:
+            return Answer(question, "watch", f"Yes, with {count(series.bad, 'record')} that {_is(series.bad)} not finite.", told)
+        return Answer(question, "good", f"Yes: the loss fell {path}.", f"In {count(run.steps, 'step')}. {evaluated}".strip())
+    if final > first + max(NOISE * error, 0.002 * abs(first)):
+        return Answer(question, "bad", "No: the loss rose.", f"It went {path} in {count(run.steps, 'step')}. {evaluated}".strip())
+    told = f"It went {path} in {count(run.steps, 'step')}, which is within its noise. {evaluated}"
+    return Answer(question, "bad", "No: the loss is flat.", told.strip())
+
+
+def _is(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+def _kind(series: Series) -> str:
+    value = series.values[-1]
+    return "NaN" if np.isnan(value) else "inf"
+
+
+def _ends(good: Series) -> tuple[float, float, float]:
+    """(median of the first part, median of the last part, standard error of their difference), from the differences of neighbours."""
+    k = max(1, int(len(good) * PART))
+    head, tail = float(np.median(good.values[:k])), float(np.median(good.values[-k:]))
+    if len(good) < 8:
+        return head, tail, 0.0  # too few to tell noise from a trend
+    steps = np.diff(good.values[len(good) // 2 :])
+    spread = 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / np.sqrt(2)
+    return head, tail, spread * float(np.sqrt(2 / k))
+
+
+def _evaluated(run: History) -> str:
+    series = run.evaluation
+    good = series.finite
+    if not len(series):
+        return ""
+    if not np.isfinite(series.values[-1]):
+        return f"The last evaluation is {_kind(series)}."
+    best = int(good.values.argmin())
+    told = f"Evaluation: {number(good.values[-1])} at the end"
+    if len(good) > 2 and good.values[-1] > good.values[best] * 1.01 + 1e-12:
+        told += f", lowest {number(good.values[best])} at step {number(good.steps[best])}: it has risen since"
+    return f"{told}."
+
+
+def were_steps_lost(run: History) -> Answer:
+    """How many steps were not applied, why, and what was to blame."""
+    question, lost, again = "Were steps lost?", run.lost, run.replayed
+    replayed = (
+        f" {count(again, 'step')} {'was' if again == 1 else 'were'} run again at a lower loss scale, so that nothing was lost." if again else ""
+    )
+    if not run.steps and not lost:
+        return Answer(question, "unknown", "Not known.", "The records tell of no steps.")
+    if not lost:
+        return Answer(question, "good", "No.", f"All {count(run.steps, 'step')} were applied.{replayed}")
+    reasons = Counter(str(m.get("reason")) for m in run.refused if m.get("reason") != "partly")
+    listed = ", ".join(f"{n:,} {why}" for why, n in reasons.most_common())
+    told = f"{count(lost, 'step')} of {lost + run.steps:,}" + (f" ({listed})." if listed else ".")
+    blamed = Counter(name for name in _blamed(run))
+    if blamed:
+        told += f" Most often to blame: {', '.join(name for name, _ in blamed.most_common(2))}."
+    part = lost / (lost + run.steps)
+    return Answer(question, "watch" if part <= LOST_FEW else "bad", f"Yes: {share(part)} of them.", told + replayed)
+
+
+def _blamed(run: History) -> list[str]:
+    """The first culprit of each lost step."""
+    told = [event.culprits[0] for event in run.events_of("skipped") if event.culprits]
+    if told:
+        return told
+    lists: list[Any] = [m.get("culprits") for m in run.refused]
+    return [str(names[0]) for names in lists if isinstance(names, list) and names]
+
+
+def near_its_limit(run: History) -> Answer:
+    """What came close to, or beyond, what its format holds."""
+    question = "Was anything near its limit?"
+    bad, watch, seen = _limits(run)
+    if bad:
+        return Answer(question, "bad", "Yes, and beyond it.", " ".join([*bad, *watch]))
+    if watch:
+        return Answer(question, "watch", "Yes.", " ".join(watch))
+    if not seen:
+        return Answer(question, "unknown", "Not known.", "The records hold no samples of layers and no events (record_every= of TrainingArguments).")
+    return Answer(question, "good", "No.", "No output, gradient or weight that was looked at came within a factor of 2 of its format's limit.")
+
+
+def _limits(run: History) -> tuple[list[str], list[str], bool]:
+    """(what went beyond a limit, what came near one, whether anything was looked at)."""
+    bad, watch = [], []
+    for event in run.events_of("pinned", "nonfinite-loss"):
+        bad.append(event.text)
+    pinned = [m for m in run.windows if m.get("pinned")]
+    if not bad and pinned:
+        bad.append(f"Held in fp32, because 16 bits do not hold them: {', '.join(str(n) for m in pinned for n in m['pinned'])}.")
+    close = run.events_of("close")
+    near = [str(m["near"]) for m in run.windows if m.get("near")]
+    if close:
+        watch.append(close[-1].text)
+    elif near:
+        watch.append(f"Within a factor of 2 of a limit, {count(len(near), 'record')}: {near[-1]}.")
+    for view in views(run.records.layers):
+        if view.nonfinite:
+            name, step = view.nonfinite
+            bad.append(f"{view.kind.capitalize()} of {name or 'the model'} are not finite at step {number(step)}.")
+        value, name, step = view.worst
+        if view.measure == "overflow" and value > 0:
+            watch.append(f"{share(value)} of the {view.kind} of {name or 'the model'} are at or near {view.format}'s limit (step {number(step)}).")
+    for key, most, what in (
+        ("underflow", UNDERFLOW, "of the scaled gradients keep fewer bits than fp16 has"),
+        ("stalled", STALLED, "of the updates round away"),
+    ):
+        series = run.first_of((key,)).finite
+        if len(series) and series.values[-1] > most:
+            watch.append(f"{share(series.values[-1])} {what}.")
+    floor = run.scale.finite
+    if run.is_scaled and len(floor) and floor.values[-1] <= 1:
+        watch.append(f"The loss scale has fallen to {scale(floor.values[-1])}.")
+    seen = bool(run.records.layers or run.records.events or any("closest_output" in m or "largest_gradient" in m for m in run.windows))
+    return list(dict.fromkeys(bad)), list(dict.fromkeys(watch)), seen
+
+
+def what_to_do(run: History, trained: Answer, lost: Answer, near: Answer) -> tuple[str, ...]:
+    """Advice, most urgent first."""
+    told: list[str] = []
+    for event in run.events_of("diverged")[-1:]:
+        told.append(event.why or event.text)
+    if trained.state == "bad" and ("NaN" in trained.answer or "never finite" in trained.answer or "inf" in trained.answer):
+        told.append("Find where it began: the first event below that names a culprit, then halfstep.trace(model, batch) on that batch.")
+    elif trained.state == "bad" and "flat" in trained.answer:
+        told.append("Ask where the loss is stuck: halfstep compare runs the same steps in fp32; the stalled updates below tell whether weights move.")
+    elif trained.state == "bad" and "rose" in trained.answer:
+        told.append("Lower the learning rate or warm up longer; halfstep compare tells whether fp32 does the same.")
+    if "risen since" in trained.detail:
+        told.append("The evaluation is past its best: load_best_model_at_end=True keeps the best weights, fewer epochs save the time.")
+    elif run.loss.bad:
+        told.append("Look at the steps whose loss is not finite (marks in the chart below): halfstep.trace(model, batch) names the place.")
+    told += _about_steps(run, lost)
+    for event in [*run.events_of("pinned")[-1:], *run.events_of("close")[-1:]]:
+        if event.why:
+            told.append(event.why)
+    told += _about_numbers(run)
+    if not told:
+        told.append("Nothing: the records show no fault.")
+    return tuple(dict.fromkeys(told))
+
+
+def _about_steps(run: History, lost: Answer) -> list[str]:
+    if lost.state not in ("watch", "bad"):
+        return []
+    reasons = {str(m.get("reason")) for m in run.refused}
+    config: Mapping[str, Any] = run.records.config
+    if "forward-overflow" in reasons and config.get("heal") != "pin":
+        return ['Hold the module that overflows in fp32: heal="pin", or fp32=MODULE in the precision.']
+    if "nonfinite-loss" in reasons:
+        return ["A loss that is not finite in fp32 either comes from the data or a formula: halfstep.trace(model, batch) names the place."]
+    if config.get("on_overflow") != "replay":
+        return ['Have overflowing steps run again instead of dropped: on_overflow="replay" (the Trainer\'s default).']
+    return ["See the events below: each lost step names what was not finite."]
+
+
+def _about_numbers(run: History) -> list[str]:
+    told = []
+    stalled, underflow = (run.first_of((key,)).finite for key in ("stalled", "underflow"))
+    if len(stalled) and stalled.values[-1] > STALLED:
+        told.append("Updates round away: give 16-bit weights masters (weights=split, or a *-lean precision), or raise the learning rate.")
+    if len(underflow) and underflow.values[-1] > UNDERFLOW:
+        told.append("Gradients underflow fp16: scale=dynamic raises the loss scale, halfstep plan finds a start; bf16 needs none.")
+    worst = [view for view in views(run.records.layers) if view.measure == "overflow" and view.worst[0] > 0]
+    if worst and not any(event.why for event in run.events_of("pinned", "close")):
+        view = max(worst, key=lambda v: v.worst[0])
+        name = view.worst[1]
+        told.append(f"As a precaution hold {name or 'the model'} in fp32 (fp32={name or '*'} in the precision), or use bf16, with fp32's range.")
+    return told
+
+
+def state_of(items: tuple[Answer, ...]) -> State:
+    """The worst state of some answers, "unknown" only where all are."""
+    order: tuple[State, ...] = ("bad", "watch", "good", "unknown")
+    return min((item.state for item in items), key=order.index)

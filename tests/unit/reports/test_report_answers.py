@@ -1,0 +1,81 @@
+"""The first screen of planted runs: the state of each answer, its words, and what to do."""
+
+import math
+
+import pytest
+from made_run import write_run
+
+from halfstep.diagnostics.reading import read_run
+from halfstep.reports.answers import answers
+from halfstep.reports.history import named
+
+REFUSED = {"reason": "overflow", "culprits": ["head.weight (backward: inf)"], "replays": 0, "loss": 2.0, "grad_norm": math.inf, "scale": 32768.0}
+LATE = {"step": 200, "kind": "diverged", "text": "50 steps in a row could not be applied.", "why": "Lower the learning rate."}
+PINNED = {
+    "step": 9,
+    "kind": "pinned",
+    "text": "blocks.0 is held in fp32.",
+    "why": "Keep rules.yaml: the next run begins with it.",
+    "culprits": ["blocks.0"],
+}
+STUCK = {"loss": 1.6, "stalled": 0.8, "underflow": 0.4, "scale": 1.0, "step": 200}
+
+# name: (what write_run is told, {question: (state, words in its answer or detail)}, words in what to do)
+RUNS = {
+    "healthy": (
+        {"samples": 0, "events": [{"step": 200, "kind": "checkpoint", "text": "saved"}]},
+        {0: ("good", "the loss fell from"), 1: ("good", "All 200 steps were applied"), 2: ("good", "No.")},
+        "Nothing: the records show no fault.",
+    ),
+    "flat": ({"loss": lambda t: 5.0, "samples": 0}, {0: ("bad", "the loss is flat")}, "halfstep compare"),
+    "rising": ({"loss": lambda t: 2 + t, "samples": 0}, {0: ("bad", "the loss rose")}, "Lower the learning rate"),
+    "fell and rose": ({"loss": lambda t: 2 + 3 * abs(t - 0.5) if t < 0.5 else 2 + 2 * (t - 0.5)}, {0: ("watch", "rose again")}, ""),
+    "nan at the end": (
+        {"bad": dict.fromkeys(range(150, 201), math.nan), "samples": 0},
+        {0: ("bad", "the loss is NaN at the end")},
+        "halfstep.trace",
+    ),
+    "inf at the end": ({"bad": {200: math.inf}, "samples": 0}, {0: ("bad", "the loss is inf at the end")}, "halfstep.trace"),
+    "nan in between": ({"bad": {100: math.nan}, "samples": 0}, {0: ("watch", "1 record that is not finite")}, "not finite"),
+    "never finite": ({"bad": dict.fromkeys(range(201), math.nan)}, {0: ("bad", "never finite")}, "halfstep.trace"),
+    "diverged": ({"events": [LATE], "samples": 0}, {0: ("bad", "DivergedError")}, "Lower the learning rate."),
+    "one lost of 201": (
+        {"records": [{**REFUSED, "step": 200, "applied": 200, "skipped": 1}], "config": {"on_overflow": "skip"}, "samples": 0},
+        {1: ("watch", "1 overflow"), 0: ("good", "Yes")},
+        'on_overflow="replay"',
+    ),
+    "many lost": (
+        {"records": [{**REFUSED, "step": 200, "applied": 200, "skipped": i + 1} for i in range(40)], "samples": 0},
+        {1: ("bad", "head.weight")},
+        "each lost step names",
+    ),
+    "pinned": ({"events": [PINNED], "samples": 0}, {2: ("bad", "blocks.0 is held in fp32")}, "Keep rules.yaml"),
+    "close to overflow": ({"samples": 10}, {2: ("watch", "blocks.0.mlp.down")}, "fp32=blocks.0.mlp.down"),
+    "stalled and underflow": ({"records": [STUCK], "samples": 0}, {2: ("watch", "80 % of the updates round away")}, "weights=split"),
+    "a scale of 1": ({"records": [STUCK], "samples": 0}, {2: ("watch", "The loss scale has fallen to 1")}, "scale=dynamic"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "wanted", "todo"), RUNS.values(), ids=RUNS)
+def test_the_first_screen_tells_what_was_planted(tmp_path, told, wanted, todo):
+    found = answers(named([read_run(write_run(tmp_path / "run", **told))])[0])
+    for place, (state, words) in wanted.items():
+        item = found.items[place]
+        assert (item.state, words in f"{item.answer} {item.detail}") == (state, True), item
+    assert found.todo
+    assert todo in " ".join(found.todo)
+    healthy = [item.state for item in found.items] == ["good"] * 3
+    assert ("Nothing" in found.todo[0]) == healthy, "advice where something is wrong, and only there"
+
+
+def test_what_is_not_recorded_is_not_known(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"accuracy": 0.5}\n')
+    found = answers(named([read_run(tmp_path)])[0])
+    assert [item.state for item in found.items] == ["unknown"] * 3
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [read_run(write_run(tmp_path / place / "run", lines=5)) for place in ("a", "b")]
+    assert [run.name for run in named(runs)] == ["a/run", "b/run"]
+    assert [run.name for run in named(runs[:1])] == ["run"]
+    assert [run.name for run in named([runs[0], runs[0]])] == ["run", "run"]
