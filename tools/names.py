@@ -35,6 +35,7 @@ WHAT_FOR = {  # fields that transformers does not have
     "ema_warmup": "a lower decay at first",
     "gradient_release": "the optimizer steps inside the backward pass, and gradients are freed one by one",
     "heal": "a module whose outputs do not fit 16 bits: `pin` (default), `skip`, `raise`",
+    "plan": "a `halfstep.Plan` or its file: the precision, the modules that stay in fp32, the loss scale",
     "rules": "modules that an earlier run had to hold in fp32",
     "max_bad_steps": "so many refused steps in a row end the run",
     "log_stalled": "log the share of updates that round away",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from halfstep import errors as errors
     from halfstep import optim as optim
     from halfstep.accelerator import Accelerator as Accelerator
+    from halfstep.diagnostics.plan import plan as plan
+    from halfstep.diagnostics.planned import Plan as Plan
     from halfstep.diagnostics.scan import scan as scan
     from halfstep.diagnostics.trace import trace as trace
     from halfstep.hardware import doctor as doctor
@@ -52,6 +54,8 @@ _WHERE = {
     "TrainingArguments": "halfstep.trainer",
     "Finding": "halfstep.tracing",
     "Trace": "halfstep.tracing",
+    "Plan": "halfstep.diagnostics",
+    "plan": "halfstep.diagnostics",
     "scan": "halfstep.diagnostics",
     "trace": "halfstep.diagnostics",
     "amp": "",

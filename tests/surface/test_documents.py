@@ -13,7 +13,7 @@ import halfstep
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-ROADS = ("README.md", "nan.md", "from_transformers.md", "from_accelerate.md")  # ways through, not pages on formats and methods
+ROADS = ("README.md", "nan.md", "plan.md", "from_transformers.md", "from_accelerate.md")  # ways through, not pages on formats and methods
 PAGES = [path for path in GUIDES if path.name not in ROADS]
 HEADINGS = ["What it is", "Bytes", "The algorithm in ten lines", "Limits", "Source"]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *GUIDES]
@@ -37,6 +37,19 @@ def test_the_tables_of_the_guides_are_those_of_the_code(monkeypatch):
     assert "<!-- table: memory -->" in (ROOT / "docs" / "guides" / "README.md").read_text()
     for path in GUIDES:
         assert filled(path.read_text()) == path.read_text(), path.name
+
+
+def test_the_commands_of_the_guide_on_plans_run(tmp_path, monkeypatch):
+    from halfstep.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef make():\n    return nn.Linear(4, 4), [torch.ones(2, 4)] * 2, lambda y: y.square().mean()\n"
+    )
+    commands = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "guides" / "plan.md").read_text(), flags=re.S)[0].splitlines()
+    assert len(commands) == 4
+    for command in commands:
+        assert main(command.split()[1:]) == 0, command
 
 
 def test_the_changelog_has_this_version():
@@ -107,9 +120,10 @@ def test_every_command_of_the_readme_exists():
 def test_no_document_promises_a_flag_that_is_not_there():
     from dataclasses import fields
 
+    from halfstep.cli.options import DemoArguments
     from halfstep.demo import GPTConfig
 
-    known = {f.name for kind in (halfstep.TrainingArguments, GPTConfig) for f in fields(kind)} | {
+    known = {f.name for kind in (halfstep.TrainingArguments, GPTConfig, DemoArguments) for f in fields(kind)} | {
         "resume",
         "overwrite",
         "help",
@@ -120,8 +134,12 @@ def test_no_document_promises_a_flag_that_is_not_there():
         "dtype",
         "output",
         "max_shard_size",
+        "target",
+        "batches",
+        "want",
+        "rounds",
     }
     for page in DOCUMENTS:
-        for command in re.findall(r"halfstep (?:train|doctor|export)[^\n`]*", page.read_text()):
+        for command in re.findall(r"halfstep (?:train|doctor|export|plan)[^\n`]*", page.read_text()):
             for flag in re.findall(r" --([a-z_]+)", command):
                 assert flag in known, flag

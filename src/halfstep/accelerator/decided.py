@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 from torch import nn
 
 from halfstep import policy as policies  # what counts bytes is imported when it is first used
-from halfstep.accelerator.facts import model_facts
 from halfstep.amp import Products, bound_policy, products_of
-from halfstep.amp.discovery import KINDS, owned, tables
+from halfstep.amp.sizes import model_size as model_size
 from halfstep.checkpoint import Loaded
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.hardware import FAMILIES, emulated_families, measured_rates, probe
-from halfstep.policy import PRESETS, ModelFacts, Policy, Resolution, families_of, resolve
-from halfstep.policy.policy import Castable
+from halfstep.hardware import emulated_families, measured_rates, probe
+from halfstep.policy import ModelFacts, Policy, Resolution, families_of, resolve
 
 logger = logging.getLogger("halfstep")
 
@@ -42,32 +39,6 @@ def decide(model: nn.Module, device: torch.device) -> tuple[Policy, str]:
     if already is not None and already != choice.policy:
         return already, "precision auto: the model was prepared under it before"
     return choice.policy, f"precision auto: {choice.reason}"
-
-
-def model_size(model: nn.Module, device: torch.device) -> policies.ModelSize:
-    """What is to be known of a model to choose a precision for it: its tensors, the format that it was loaded in, and the products in it."""
-    loaded = Counter(form for _, form in model_facts(model).trainable if form in ("bf16", "fp16"))
-    form = loaded.most_common(1)[0][0] if loaded else ""
-    parameters = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
-    castable = {id(p) for p in owned(model, PRESETS[f"{form or 'bf16'}-lean"], device).values()}
-    looked_up = castable & tables(model).keys()
-    kinds: list[Castable] = ["table" if id(p) in looked_up else id(p) in castable for p in parameters if p.requires_grad]
-    trained = tuple(zip([tuple(p.shape) for p in parameters if p.requires_grad], kinds, strict=True))
-    frozen = sum(t.nbytes for t in (*(p for p in parameters if not p.requires_grad), *model.buffers()))
-    return policies.ModelSize(trained, frozen, form, _families(model))
-
-
-def _families(model: nn.Module) -> tuple[str, ...]:
-    """The families of products in a model, by the kinds of its modules; all of them when no module tells."""
-    found = set()
-    for part in model.modules():
-        name = type(part).__name__
-        found |= {"attention"} if "attention" in name.lower() else set()
-        if "conv" in name.lower() and any(p is not None and p.dim() > 2 for p in part._parameters.values()):
-            found.add("convolution")
-        elif isinstance(part, tuple(kind.type for kind in KINDS)) or any(p is not None and p.dim() == 2 for p in part._parameters.values()):
-            found.add("matmul")
-    return tuple(family for family in FAMILIES if family in found) or FAMILIES
 
 
 def refuse_other_policy(already: Policy | None, policy: Policy) -> None:

@@ -13,18 +13,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from halfstep.amp import is_kept, layout
+from halfstep.amp import is_kept
+from halfstep.amp.sizes import FORMATS
+from halfstep.amp.sizes import model_facts as model_facts
 from halfstep.errors import ConfigError
 from halfstep.optim import master_of
-from halfstep.policy import ModelFacts
-
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def model_facts(model: nn.Module) -> ModelFacts:
-    """The trainable parameters of `model` with the formats that they were loaded in."""
-    loaded = {name: getattr(torch, dtype) for name, dtype in layout(model)["loaded"].items()}  # of a model that was prepared before
-    return ModelFacts(tuple((name, FORMATS.get(loaded.get(name, p.dtype), "other")) for name, p in model.named_parameters() if p.requires_grad))
 
 
 def _fits_16_bits(p: torch.Tensor, most: int = 4096) -> bool:

@@ -26,13 +26,15 @@ class Rehearsal:
     every GPU in use, of Python and numpy. Hooks on modules run, and what they close over is put back too. Not seen: state inside objects
     written in C (open files, iterators), global variables, and writes of kernels that do not declare them to anything but buffers.
     Memory while it is open: a copy of the buffers and of what was written to.
+
+    writes: False leaves writes to tensors that are no buffers where they are, and the ops inside run as fast as they do outside.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], given: Any) -> None:
+    def __init__(self, modules: Iterable[nn.Module], given: Any, writes: bool = True) -> None:
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}  # holds the objects, whose addresses must stay theirs
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._writes = _Writes()
+        self._writes, self._sees_writes = _Writes(), writes
         self._roots = ([*modules], given)
 
     def __enter__(self) -> Rehearsal:
@@ -41,11 +43,13 @@ class Rehearsal:
         self._walk([*modules, given])
         known: dict[int, Tensor] = {id(b): b for module in modules for b in module.buffers() if b.layout == torch.strided}
         self._buffers = [(b, b.detach().clone()) for b in known.values() if not torch.nn.parameter.is_lazy(b)]
-        self._writes.__enter__()  # type: ignore[no-untyped-call]
+        if self._sees_writes:
+            self._writes.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._writes.__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._sees_writes:
+            self._writes.__exit__(*error)  # type: ignore[no-untyped-call]
         for undo in reversed(self._undo):
             undo()
         with torch.no_grad():

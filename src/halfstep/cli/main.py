@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train a model; with no configuration, a small GPT on Python's own documentation",
+    "plan": "say which precision a model can be trained in here, and which of its modules must stay in fp32",
     "export": "write the model of a checkpoint as safetensors in fp32, bf16 or fp16",
     "report": "say what one or more runs came to, as one HTML page, as Markdown, or on the terminal",
     "doctor": "say what this device can do and which precision suits it",

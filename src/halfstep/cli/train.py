@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 KINDS = (DemoArguments, GPTConfig, TrainingArguments)
-PRECISION = {"precision", "fp16", "bf16", "tf32"}
+PRECISION = {"precision", "plan", "fp16", "bf16", "tf32"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,7 +139,7 @@ def _yield_defaults(settings: dict[str, Any], line: set[str], noted: set[str]) -
     def weaker(name: str, than: str) -> bool:
         return name not in line and (than in line or name not in noted)
 
-    if not (settings["precision"] or settings["fp16"] or settings["bf16"] or settings["tf32"]):
+    if not (settings["plan"] or settings["precision"] or settings["fp16"] or settings["bf16"] or settings["tf32"]):
         settings["precision"] = "bf16-mixed"
     if settings["eval_strategy"] != "steps" and weaker("eval_steps", "eval_strategy"):
         settings["eval_steps"] = None

@@ -1,5 +1,7 @@
 """Questions that can be asked of a model: what is wrong with this batch, what may go wrong with this model."""
 
+from halfstep.diagnostics.plan import plan as plan
+from halfstep.diagnostics.planned import Plan as Plan
 from halfstep.diagnostics.reading import read_run as read_run
 from halfstep.diagnostics.records import RunRecords as RunRecords
 from halfstep.diagnostics.scan import scan as scan

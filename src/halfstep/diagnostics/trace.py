@@ -245,13 +245,13 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def _undone(model: nn.Module, given: Any) -> Iterator[None]:
-    """What a run changes is put back: buffers, whatever is written to, attributes, random states, and gradients."""
+def _undone(model: nn.Module, given: Any, writes: bool = True) -> Iterator[None]:
+    """What a run changes is put back: buffers, whatever is written to, attributes, random states, and gradients. writes: see Rehearsal."""
     gradients = [(p, p.grad) for p in model.parameters()]
     for p, _ in gradients:
         p.grad = None
     try:
-        with Rehearsal([model], given):
+        with Rehearsal([model], given, writes):
             yield
     finally:
         for p, gradient in gradients:

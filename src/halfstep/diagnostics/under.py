@@ -61,6 +61,24 @@ def under(model: nn.Module, precision: str | Policy | None) -> Iterator[Policy |
             known.put_back()
 
 
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """The block in which the 16-bit weights and buffers of a model that is bound to no policy are fp32 ones of the same values.
+
+    They have their memory, bits and dtypes back at its end. Memory: an fp32 copy of the 16-bit ones.
+    """
+    before = [_Before(t) for t in (*model.parameters(), *model.buffers()) if t.dtype in HALF and not torch.nn.parameter.is_lazy(t)]
+    try:
+        for known in before:
+            known.tensor.data = known.tensor.data.float()
+            if known.leaf:
+                known.tensor.grad_dtype = torch.float32
+        yield
+    finally:
+        for known in before:
+            known.put_back()
+
+
 class _Before:
     """One weight or buffer as it was. Its gradient is taken away for as long, since it would be cast with it."""
 
@@ -69,6 +87,7 @@ class _Before:
         self.leaf = t.requires_grad and t.is_leaf
         self.takes: Any = t.grad_dtype if self.leaf else None
         self.gradient, t.grad = t.grad, None
+        self.notes = dict(t.__dict__)  # a first call under a precision puts masters there
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -81,6 +100,8 @@ class _Before:
         if not torch.equal(_bits(t.detach()), _bits(self.values)):
             t.detach().copy_(self.values)
         t.grad = self.gradient
+        t.__dict__.clear()
+        t.__dict__.update(self.notes)
 
 
 def _bits(t: Tensor) -> Tensor:

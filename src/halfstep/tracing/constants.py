@@ -100,6 +100,10 @@ class Constants:
         if base == "add" and event.outputs:
             self._pushed_over(event)
 
+    def modules(self) -> list[tuple[Finding, tuple[str, ...]]]:
+        """The same, each with all modules that have it."""
+        return self._found.modules()
+
     def findings(self) -> list[Finding]:
         """One finding for each constant on each line; how many modules share it is said."""
         return self._found.findings()

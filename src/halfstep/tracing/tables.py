@@ -60,6 +60,10 @@ class Tables:
                 if t.dim() and _is_integer(t):
                     self._narrowed(event, t, made.dtype, "meet a tensor in")
 
+    def modules(self) -> list[tuple[Finding, tuple[str, ...]]]:
+        """The same, each with all modules that have it."""
+        return self._found.modules()
+
     def findings(self) -> list[Finding]:
         """One finding for each line (for each buffer); how many modules share it is said."""
         return self._found.findings()

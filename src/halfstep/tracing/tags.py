@@ -66,6 +66,10 @@ class Collected:
         self._first.setdefault(kind, finding)
         self._modules.setdefault(kind, set()).add(finding.place.module)
 
+    def modules(self) -> list[tuple[Finding, tuple[str, ...]]]:
+        """Those taken, each with all modules that have it."""
+        return [(finding, tuple(sorted(self._modules[kind]))) for kind, finding in self._first.items()]
+
     def findings(self) -> list[Finding]:
         """Those taken, in their order."""
         found = []

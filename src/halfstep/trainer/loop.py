@@ -30,6 +30,7 @@ from halfstep.trainer.fitting import FixedBatch, OutOfMemory, is_out_of_memory
 from halfstep.trainer.flow import give_back, states_of
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import TrainOutput, record_of
+from halfstep.trainer.planned import follow_plan, noted
 from halfstep.trainer.processing import write_processing
 from halfstep.trainer.ranks import accelerator_for, agree_on, batches_gone, dealt, mean_loss, share_losses, used_in, weight_of
 from halfstep.trainer.releasing import release_gradients
@@ -148,8 +149,9 @@ class TrainingLoop(Reporting):
         """Begin a run in its folder, or go on from a checkpoint."""
         ranks = self.accelerator.ranks
         if checkpoint is None:
-            self.run.begin(self.settings, self.args.overwrite_output_dir or self._batch.tried > 0)
-            if told := follow_rules(self.args, self.run.path, self.model, ranks.is_main):
+            self.run.begin(noted(self.settings, self.run.path), self.args.overwrite_output_dir or self._batch.tried > 0)
+            rules = follow_rules(self.args, self.run.path, self.model, ranks.is_main)
+            for told in filter(None, (follow_plan(self.args, self.run.path, ranks.is_main), rules)):
                 self.log(told)
         else:
             refuse_other_settings(checkpoint, settings_to_keep(self.args, self._loader))
@@ -162,7 +164,8 @@ class TrainingLoop(Reporting):
             self._losses = Losses(self.state.loss_sum, self.state.loss_count)
             self.control.should_evaluate = self.state.evaluation_due
             give_back(self.callbacks.callbacks, self.state.stateful_callbacks)
-            self.run.go_on(self.settings, checkpoint, self.state.log_history)
+            self.run.go_on(noted(self.settings, self.run.path), checkpoint, self.state.log_history)
+            follow_plan(self.args, self.run.path, ranks.is_main)
 
     def _train(self) -> TrainOutput:
         """From where the state stands to the end, or to Ctrl-C."""

@@ -13,6 +13,7 @@ from halfstep.hardware import memory_in_use
 from halfstep.step import StepResult
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import TrainerCallback
+from halfstep.trainer.planned import line
 from halfstep.trainer.state import TrainerControl, TrainerState
 
 
@@ -72,6 +73,8 @@ class ProgressCallback(TrainerCallback):
         if "pinned" in logs:
             for name, why in zip(logs["pinned"], logs["why"], strict=True):
                 self._print(f"step {state.global_step + 1}: {name} is held in fp32 from now on: {why}")
+        if "planned_fp32" in logs:
+            self._print(line(logs))
         if logs.get("reason") == "partly":
             self._print(f"step {state.global_step + 1} applied in part: {', '.join(logs['culprits'][:3])}: {logs['detail']}")
         if logs.get("near", self._near) != self._near:

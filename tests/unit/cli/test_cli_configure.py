@@ -20,6 +20,7 @@ FIELDS = [f.name for f in fields(TrainingArguments)]
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("plan.yaml").write_text("plan: 1\nprecision: bf16-mixed\n")
 
 
 def arguments(*argv: str) -> TrainingArguments:
@@ -120,6 +121,7 @@ SET: dict[str, tuple[str, object, list[str]]] = {  # option: (text, value, what 
     "bf16": ("true", True, []),
     "tf32": ("false", False, []),
     "precision": ("fp16-mixed", "fp16-mixed", []),
+    "plan": ("plan.yaml", "plan.yaml", []),
     "weights": ("kahan", "kahan", ["--precision=bf16-lean"]),
     "states": ("bf16", "bf16", ["--precision=bf16-lean"]),
     "activations": ("int8", "int8", []),

@@ -33,6 +33,7 @@ class PrecisionFields:
             module to rules.yaml; "skip" the step, naming the module; or "raise" StepRefusedError.
         rules: a rules.yaml of an earlier run: its modules are held in fp32 from the start. Not given: with
             heal="pin" that of output_dir, if there is one (overwrite_output_dir leaves it there; remove it to begin without).
+        plan: a plan.yaml that halfstep plan wrote (or a halfstep.Plan): its precision, the modules that it holds in fp32, and its loss scale.
         max_bad_steps: so many steps in a row that could not be applied end the run with DivergedError.
     """
 
@@ -52,6 +53,7 @@ class PrecisionFields:
     on_overflow: Literal["replay", "skip", "raise"] = "replay"
     heal: Literal["pin", "skip", "raise"] = "pin"
     rules: str | None = None
+    plan: dict[str, Any] | str | None = None
     max_bad_steps: int = 50
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy
 
-TEXTS = ("output_dir", "resume_from_checkpoint", "precision", "rules", "logging_dir")
+TEXTS = ("output_dir", "resume_from_checkpoint", "precision", "rules", "plan", "logging_dir")
 SPACED = ("logging_steps", "eval_steps", "save_steps", "warmup_steps")  # numbers of steps, or shares of all steps
 SWITCHED = {"include_num_input_tokens_seen": "all", "gradient_release": "last"}  # choices that may be given as a switch: what true means
 DICTS = ("optim_args", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs")
@@ -40,6 +40,8 @@ def _plain(name: str, value: Any) -> Any:
         return value.value
     if name in TEXTS and isinstance(value, os.PathLike | Policy):
         return str(value)
+    if name == "plan" and value is not None and not isinstance(value, str | dict):
+        return _plan(value)
     if name in SPACED and isinstance(value, float) and value.is_integer():
         return int(value)
     if name == "optim" and isinstance(value, type):
@@ -51,6 +53,13 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return value
+
+
+def _plan(value: Any) -> Any:
+    """A plan as the plain values that its file has; anything else as it is."""
+    from halfstep.diagnostics.planned import Plan  # only for those who have one
+
+    return value.as_dict() if isinstance(value, Plan) else value
 
 
 def name_of(kind: type) -> str:

@@ -49,6 +49,23 @@ IN_THE_POLICY = {  # field: the policy's key for it
 }
 
 
+PLANNED = "_planned"  # the attribute with the policies of the plan: as it is to be trained in, and without the modules and the scale found
+
+
+def _policy_planned(plan: Any) -> tuple[Policy, Policy] | None:
+    """The policies of a plan that is given as a file or as plain values; None for none."""
+    if plan is None:
+        return None
+    from halfstep.diagnostics.planned import Plan  # only for those who have one
+
+    found = Plan.load(plan) if isinstance(plan, str) else Plan.from_dict(plan, "plan=")
+    return found.policy, parse(found.precision)
+
+
+def _shown(plan: Any) -> str:
+    return plan if isinstance(plan, str) else "Plan(...)"
+
+
 def finish(cls: type[TrainingArguments]) -> type[TrainingArguments]:
     """Let the constructor take old names (one note each) and refuse unknown ones; say how a frozen value is changed; tell every field."""
     made, known = cls.__init__, [f.name for f in fields(cls)]
@@ -93,6 +110,7 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
         for name, value in values.plain(self):
             object.__setattr__(self, name, value)
         checks.check_types(type(self), vars(self))
+        object.__setattr__(self, PLANNED, _policy_planned(self.plan))
         checks.check_ranges(self)
         checks.check_together(self)
         kept = self.policy.activations  # the policy refuses what contradicts itself
@@ -109,7 +127,7 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
     @property
     def policy(self) -> Policy:
         """The precision policy that precision, fp16, bf16, tf32 and the fields beside them ask for."""
-        policy = from_flags(precision=self.precision, fp16=self.fp16, bf16=self.bf16, tf32=self.tf32)
+        policy = self._base()
         extra = {key: values.as_text(given) for name, key in IN_THE_POLICY.items() if (given := getattr(self, name)) not in (None, [])}
         if not extra:
             return policy
@@ -118,8 +136,24 @@ class TrainingArguments(  # fields come in the order of the bases from the last 
         text = str(policy)
         for name, key in IN_THE_POLICY.items():
             if key in extra and f",{key}=" in text:
-                raise ConfigError(f"precision={self.precision!r} and {name}={extra[key]} were both given", "Leave one of them out.")
+                whose = f"plan={_shown(self.plan)}" if self.plan is not None else f"precision={self.precision!r}"
+                raise ConfigError(f"{whose} and {name}={extra[key]} were both given", "Leave one of them out.")
         return parse(",".join([text, *(f"{key}={value}" for key, value in extra.items())]))
+
+    def _base(self) -> Policy:
+        """The policy of the plan, or that which precision, fp16, bf16 and tf32 ask for. Raises ConfigError where they contradict each other."""
+        asked = from_flags(precision=self.precision, fp16=self.fp16, bf16=self.bf16, tf32=self.tf32)
+        planned: tuple[Policy, Policy] | None = getattr(self, PLANNED)
+        if planned is None:
+            return asked
+        if self.precision is None and not (self.fp16 or self.bf16 or self.tf32):
+            return planned[0]
+        if asked not in planned:
+            raise ConfigError(
+                f"plan={_shown(self.plan)} is for {planned[1]}, and {asked} was asked for beside it",
+                "Leave the precision out, or make a plan for it: halfstep plan --precision TEXT.",
+            )
+        return planned[0]
 
     @property
     def order_seed(self) -> int:

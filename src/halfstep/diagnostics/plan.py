@@ -1,0 +1,280 @@
+"""`plan`: before a run, which precision a model can stand on this device, which of its modules have to stay in fp32, and what it costs and gains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any, get_args
+
+from torch import Tensor, nn
+
+from halfstep.amp import bound_policy
+from halfstep.amp.sizes import families_in, model_facts
+from halfstep.diagnostics.plan_advice import LOSS_WITHIN, Advice, Decision, Target, advise, choose
+from halfstep.diagnostics.plan_bytes import optimizer_of, predicted
+from halfstep.diagnostics.plan_rules import GROWTH, find_held, held_for_error, measure_reach, suspects
+from halfstep.diagnostics.plan_runs import Outcome, Task, gradient_errors, passes, running, scale_for, timed
+from halfstep.diagnostics.plan_text import share
+from halfstep.diagnostics.plan_values import Values
+from halfstep.diagnostics.planned import Held, Off, Plan, Tried, policy_of
+from halfstep.diagnostics.under import device_of
+from halfstep.errors import ConfigError, HalfstepError, suggest
+from halfstep.hardware import measured_rates, probe
+from halfstep.policy import Policy, parse, resolve, select
+from halfstep.tracing.reach import Reach
+
+CANDIDATES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-lean", "fp16-lean")
+Precision = str | Policy
+
+
+def plan(
+    model: nn.Module,
+    batches: Any,
+    *,
+    precision: Precision | Sequence[Precision] | None = None,
+    optimizer: Any = "AdamW",
+    loss: Callable[..., Tensor] | None = None,
+    target: Target = "speed",
+    count: int = 4,
+    rounds: int = 3,
+) -> Plan:
+    """Which precision to train a model in, which modules must stay in fp32, at which loss scale to begin: `print(halfstep.plan(model, batches))`.
+
+    batches: a DataLoader, a list, any iterable; the first `count` are used. A mapping goes to model(**batch), a tuple or list to model(*batch),
+        anything else to model(batch). They must be on the model's device.
+    precision: one to plan for, or several to choose from. Default: fp32, and bf16 and fp16 each as `*-mixed` and `*-lean`.
+    optimizer: whose states are counted: a name, a class, an instance, or a function of the parameters.
+    loss: f(outputs) or f(outputs, batch) gives the scalar loss. Default: the outputs if they are one number, or their `loss`; without one there is no
+        backward pass, and loss scale and gradients stay unknown.
+    target: "speed", or "memory" for the precision that takes the least.
+    rounds: of timing, in turns; 0 for none.
+
+    In fp32 every value of the forward passes is measured; a module is held where a value that the precision would have in 16 bits comes within a
+    factor of 4 of the format's limit, where a constant or a table does not fit, and where outputs are off out of proportion. So the modules are known
+    before anything has overflowed. All precisions see the same batches and random states, in training mode.
+
+    Weights, gradients, buffers, random states and modes are afterwards what they were. Time: some ten forward and backward passes a precision, a few
+    of them watched op by op. Raises ConfigError for wrong arguments, for a model that is bound to a policy, and where no precision can be used.
+    """
+    wanted = _wanted(precision)
+    task = Task(_checked(model), _batches(batches, count), loss)
+    _check(target, rounds)
+    counted, group = optimizer_of(optimizer, task.model)
+    device = probe(device_of(task.model))
+    reach, values, reference = _reference(task)
+    problems = {str(p): _refusal(task.model, p) for p in wanted}
+    tried = [_try(task, p, reach, values, reference, problems[str(p)], (counted, group)) for p in wanted]
+    fp32 = _fp32(task, tried, reference, (counted, group))
+    tried = tried if fp32 is None else [fp32, *tried]
+    tried = _timed(task, tried, rounds)
+    if fp32 is not None:
+        fp32 = tried[0]
+    advice = advise(device, measured_rates(device.device), families_in(task.model))
+    decision = _decide(tried, advice, device.memory_bytes, target, asked=len(wanted) == 1)
+    chosen = decision.chosen
+    return Plan(
+        precision=chosen.precision,
+        held=chosen.held,
+        scale=chosen.scale,
+        reasons=decision.reasons,
+        notes=(*chosen.unheld, *dict.fromkeys(reference.notes), *_notes(task, reference)),
+        tried=tuple(tried),
+        ranges=values.ranges,
+        growth=GROWTH,
+        model=type(task.model).__name__,
+        batches=len(task.batches),
+        backward=reference.backward,
+        machine=device.as_dict(),
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _wanted(precision: Any) -> list[Policy]:
+    """The policies to be tried, each once."""
+    several = isinstance(precision, Iterable) and not isinstance(precision, str)
+    given = CANDIDATES if precision is None else list(precision) if several else [precision]
+    if not given:
+        raise ConfigError("precision=[] leaves nothing to plan for", "Name one or more, or leave it out.")
+    return list({str(p): p for p in map(parse, given)}.values())
+
+
+def _checked(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"plan was given a {type(model).__name__} in the place of the model", "Pass the nn.Module first, then the batches.")
+    found: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+    already = bound_policy(found)
+    if already is not None:
+        raise ConfigError(
+            f"this {type(found).__name__} is prepared under {already}, and a plan looks at it under several",
+            "Plan before prepare(), or pass the model that was not prepared.",
+        )
+    return found
+
+
+def _batches(batches: Any, count: int) -> list[Any]:
+    """The first of the batches. A mapping or a tensor is one batch and not several."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ConfigError(f"count={count!r}", "Use 1 or more batches.")
+    if isinstance(batches, Mapping | Tensor | str | bytes) or not isinstance(batches, Iterable):
+        raise ConfigError(f"batches is a {type(batches).__name__}, and several batches were expected", "Pass a DataLoader or a list: [batch].")
+    found = list(islice(batches, count))
+    if not found:
+        raise ConfigError("batches holds none", "Pass at least one.")
+    return found
+
+
+def _check(target: Any, rounds: Any) -> None:
+    if target not in get_args(Target):
+        raise ConfigError(f"target={target!r} is not known", suggest(str(target), get_args(Target)))
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+        raise ConfigError(f"rounds={rounds!r}", "Use 0 (no timing) or more.")
+
+
+def _reference(task: Task) -> tuple[Reach, Values, Outcome]:
+    """The runs in fp32: how far values reach, what modules give, loss and gradients."""
+    reach, values = measure_reach(task), Values(task.model)
+    with running(task, None):
+        outcome = passes(task, None, values)
+    bad = [name or type(task.model).__name__ for name, seen in values.outputs.items() if seen.span.nonfinite]  # in the order of the run
+    if outcome.losses and not all(map(math.isfinite, outcome.losses)):
+        where = f"; the first module whose outputs are not finite is {bad[0]}" if bad else ""
+        raise ConfigError(f"the loss is not finite in fp32 either{where}", "halfstep.trace(model, batch) names the cause.")
+    return reach, values, outcome
+
+
+def _refusal(model: nn.Module, policy: Policy) -> str:
+    """Why a policy cannot be had with this model on its device; "" when it can."""
+    try:
+        resolve(policy, probe(device_of(model)), model_facts(model))
+    except HalfstepError as error:
+        return str(error)
+    return ""
+
+
+def _try(task: Task, policy: Policy, reach: Reach, values: Values, reference: Outcome, problem: str, counted: tuple[Any, Any]) -> Tried:
+    """One precision: the modules that it needs in fp32, then all batches with them held."""
+    name = str(policy)
+    if policy.autocast == "fp32" or problem:
+        return _of_fp32(task, policy, reference, counted) if not problem else Tried(name, problem=problem)
+    try:
+        held, unheld = find_held(task, policy, reach)
+        asked = _asked(task.model, policy)
+        held, outcome, seen = _run(task, policy, held, values, scale_for(values.largest_gradient, policy.scale))
+    except (RuntimeError, HalfstepError, TypeError, ValueError) as error:  # of the user's code under this precision, or a refusal
+        return Tried(name, problem=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    by_module, total = gradient_errors(outcome.gradients, reference.gradients)
+    final = policy_of(policy, held, None)
+    found = Tried(
+        precision=name,
+        held=(*(h for h in asked if h.module not in {o.module for o in held}), *held),
+        unheld=(*unheld, *outcome.notes),
+        scale=outcome.scale if outcome.backward and policy.scale.kind == "dynamic" else None,
+        loss=outcome.loss,
+        loss_error=_relative(outcome.loss, reference.loss),
+        gradient_error=total,
+        off=tuple(Off(module, e.outputs, by_module.get(module)) for module, e in seen.errors.items()),
+        predicted=predicted(task.model, final, *counted),
+        measured=outcome.bytes,
+    )
+    return replace(found, problem=_problem(found, outcome))
+
+
+def _run(task: Task, policy: Policy, held: tuple[Held, ...], values: Values, start: float | None) -> tuple[tuple[Held, ...], Outcome, Values]:
+    """All batches with the modules held; those whose error is out of proportion are held too, where that helps."""
+
+    def look(some: Sequence[Held]) -> tuple[Outcome, Values]:
+        seen, trial = Values(task.model, values), policy_of(policy, some, None)
+        with running(task, trial):
+            return passes(task, trial, seen, start), seen
+
+    outcome, seen = look(held)
+    strange = suspects(seen.errors, policy, held)
+    if not strange:
+        return held, outcome, seen
+    kinds = [Held(name, type(task.model.get_submodule(name)).__name__, "") for name in strange]
+    _, again = look((*held, *kinds))
+    helped = {name: again.errors[name] for name, e in strange.items() if name in again.errors and again.errors[name].outputs < e.outputs / 2}
+    if not helped:
+        return held, outcome, seen
+    held = (*held, *(held_for_error(task.model, name, strange[name], after) for name, after in helped.items()))
+    return held, *look(held)
+
+
+def _of_fp32(task: Task, policy: Policy, reference: Outcome, counted: tuple[Any, Any]) -> Tried:
+    return Tried(str(policy), loss=reference.loss, loss_error=0.0, predicted=predicted(task.model, policy, *counted), measured=reference.bytes)
+
+
+def _fp32(task: Task, tried: Sequence[Tried], reference: Outcome, counted: tuple[Any, Any]) -> Tried | None:
+    """fp32 to compare with, where it was not asked for and the model could be trained in it; None else."""
+    policy = parse("fp32")
+    if any(t.precision == "fp32" for t in tried) or _refusal(task.model, policy):
+        return None
+    return _of_fp32(task, policy, reference, counted)
+
+
+def _asked(model: nn.Module, policy: Policy) -> tuple[Held, ...]:
+    """The modules that the precision itself names."""
+    names = select((name for name, _ in model.named_modules()), policy.fp32) if policy.fp32 else ()
+    return tuple(Held(name, type(model.get_submodule(name)).__name__, "the precision that was asked for names it", "asked") for name in names)
+
+
+def _problem(found: Tried, outcome: Outcome) -> str:
+    """Why what was tried cannot be trained in; "" when it can."""
+    if found.loss is not None and not math.isfinite(found.loss):
+        return "the loss is not finite" + (f"; {found.unheld[0]}" if found.unheld else "")
+    if not outcome.finite:
+        return "gradients are not finite" + (f"; {found.unheld[0]}" if found.unheld else "")
+    if found.loss is None and any(not math.isfinite(o.outputs) for o in found.off if not o.module):
+        return "outputs are not finite where fp32's are" + (f"; {found.unheld[0]}" if found.unheld else "")
+    if found.loss_error is not None and found.loss_error > LOSS_WITHIN:
+        return f"the loss is off by {share(found.loss_error)} of fp32's, more than {share(LOSS_WITHIN)}"
+    return ""
+
+
+def _relative(value: float | None, reference: float | None) -> float | None:
+    if value is None or reference is None:
+        return None
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference and math.isfinite(value) else math.inf
+
+
+def _timed(task: Task, tried: list[Tried], rounds: int) -> list[Tried]:
+    """With the times of those that can be used, fp32 among them to compare with."""
+    chosen = [t for t in tried if t.usable]
+    policies = [None if t.precision == "fp32" else t.policy for t in chosen]
+    if not rounds or not chosen:
+        return tried
+    seconds = dict(zip((t.precision for t in chosen), timed(task, policies, [t.scale for t in chosen], rounds), strict=True))
+    return [replace(t, seconds=seconds.get(t.precision, ())) for t in tried]
+
+
+def _decide(tried: Sequence[Tried], advice: Advice, memory: int, target: Target, asked: bool) -> Decision:
+    """What is taken; a precision that was asked for alone is not exchanged for fp32, which stands beside it to compare."""
+    if not asked:
+        return choose(tried, advice, memory, target)
+    only = tried[-1]
+    if not only.usable:
+        raise ConfigError(
+            f"{only.precision} cannot be planned for: {only.problem}", f"halfstep.trace(model, batch, precision={only.precision!r}) names the cause."
+        )
+    fp32 = [t for t in tried if t.precision == "fp32" and t is not only]
+    return choose([*fp32, only], advice, memory, target) if not fp32 else Decision(only, _asked_for(only, fp32[0], advice))
+
+
+def _asked_for(only: Tried, fp32: Tried, advice: Advice) -> tuple[str, ...]:
+    from halfstep.diagnostics.plan_advice import gains
+
+    return (f"it was asked for; the device's format is {advice}", *gains(only, fp32))
+
+
+def _notes(task: Task, reference: Outcome) -> list[str]:
+    """What could not be looked at."""
+    if reference.backward:
+        return []
+    if reference.losses:
+        return ["the loss has no graph (all weights are frozen): gradients, loss scale and backward passes were not looked at"]
+    return ["there is no loss (pass loss=): forward passes alone were looked at, and the loss scale is left to the run"]
