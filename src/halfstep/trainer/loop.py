@@ -30,13 +30,12 @@ from halfstep.trainer.fitting import FixedBatch, OutOfMemory, is_out_of_memory
 from halfstep.trainer.flow import give_back, states_of
 from halfstep.trainer.interrupt import Interrupt, StopNow, TrainingInterrupted
 from halfstep.trainer.outputs import TrainOutput, record_of
-from halfstep.trainer.planned import follow_plan, noted
+from halfstep.trainer.planned import follow_plan, followed, noted
 from halfstep.trainer.processing import write_processing
 from halfstep.trainer.ranks import accelerator_for, agree_on, batches_gone, dealt, mean_loss, share_losses, used_in, weight_of
 from halfstep.trainer.releasing import release_gradients
 from halfstep.trainer.reporting import Reporting
 from halfstep.trainer.resume import refuse_other_settings, settings_to_keep
-from halfstep.trainer.rules import follow_rules
 from halfstep.trainer.schedules import follows_metric
 from halfstep.trainer.speed import Meter, speed_metrics
 from halfstep.trainer.state import OF_THIS_CALL, Losses, TrainerControl, TrainerState
@@ -150,8 +149,7 @@ class TrainingLoop(Reporting):
         ranks = self.accelerator.ranks
         if checkpoint is None:
             self.run.begin(noted(self.settings, self.run.path), self.args.overwrite_output_dir or self._batch.tried > 0)
-            rules = follow_rules(self.args, self.run.path, self.model, ranks.is_main)
-            for told in filter(None, (follow_plan(self.args, self.run.path, ranks.is_main), rules)):
+            for told in followed(self.args, self.run.path, self.model, ranks.is_main):
                 self.log(told)
         else:
             refuse_other_settings(checkpoint, settings_to_keep(self.args, self._loader))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from halfstep.errors import CheckpointError
 from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.rules import follow_rules
 
 PLAN = "plan.yaml"
 
@@ -30,6 +34,11 @@ def follow_plan(args: TrainingArguments, folder: Path, write: bool = True) -> di
     policy = args.policy
     scale = {"planned_scale": policy.scale.init} if policy.scale.kind == "dynamic" else {}
     return {"plan": str(target), "precision": str(policy), "planned_fp32": list(policy.fp32)} | scale
+
+
+def followed(args: TrainingArguments, folder: Path, model: nn.Module, write: bool = True) -> Iterator[dict[str, Any]]:
+    """Follow the plan and the rules file of a run that begins; the records for the log."""
+    yield from filter(None, (follow_plan(args, folder, write), follow_rules(args, folder, model, write)))
 
 
 def line(record: dict[str, Any]) -> str:
