@@ -119,7 +119,9 @@ class Preparing(Stepping):
         mastered = with_masters(optimizer, chosen(self.policy))
         self.scaler.watch(mastered)
         self._reducer.join(p for group in mastered.param_groups for p in group["params"])
-        self._releases += [handle for handle in RELEASES if handle.optimizer is mastered]
+        for handle in [handle for handle in RELEASES if handle.optimizer is mastered]:
+            handle.shared = self.ranks.world > 1
+            self._releases.append(handle)
         self._optimizers.append(PreparedOptimizer(mastered, self))
         return self._optimizers[-1]
 

@@ -18,6 +18,7 @@ from halfstep.accelerator.facts import refuse_changed, refuse_loss
 from halfstep.accelerator.prepared import PreparedOptimizer
 from halfstep.accelerator.settings import taken
 from halfstep.amp import autocast, backward_context, forward_context
+from halfstep.distributed import NOBODY, Users
 from halfstep.errors import ConfigError
 from halfstep.step import StepResult
 from halfstep.step.marks import Marks, gradients, marks, unchanged
@@ -56,7 +57,7 @@ class Stepping(Core):
         for handle in self._releases:
             handle.hold = not joins
         if joins:
-            self._reducer.expect()
+            self._reducer.expect(self._users(scaled))
         try:
             with backward_context(self.policy, self.device, self._products):
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -67,6 +68,14 @@ class Stepping(Core):
             self._note_reached(before)
         if joins:
             self.scaler.join_ranks()
+
+    def _users(self, loss: Tensor) -> Users:
+        """Who uses gradients up inside the backward pass of `loss`, once they are the mean over ranks."""
+        if self.ranks.world == 1 or all(handle.removed for handle in self._releases):
+            return NOBODY
+        from halfstep.step.releases import UsedInside
+
+        return UsedInside(loss)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -143,13 +152,15 @@ class Stepping(Core):
     ) -> Release:
         """Let a prepared optimizer update inside the backward pass and free each gradient at once: see `halfstep.optim.release`.
 
-        Only the last micro-batch of a window updates. `remove()` of the handle undoes it. Raises ConfigError for what cannot work: several processes,
-        on_overflow="replay" under a loss scale, an optimizer that was not prepared.
+        Only the last micro-batch of a window updates. Several processes update with the mean over all, a bucket of gradients at a time
+        (`DataParallel.bucket_cap_mb`): two of them are on their way, or being filled, while the backward pass goes on. `remove()` of the handle
+        undoes it. Raises ConfigError for what cannot work: on_overflow="replay" under a loss scale, an optimizer that was not prepared.
         """
         if optimizer not in self._optimizers:
             raise ConfigError(f"release() was given a {type(optimizer).__name__} that was not prepared", "Give it what prepare(optimizer) returned.")
         model = self._models[0] if len(self._models) == 1 else None
-        handle = optim.release(optimizer.optimizer, model, clip=clip, max_norm=max_norm, after_bad=after_bad)
+        shared = self.ranks.world > 1
+        handle = optim.release(optimizer.optimizer, model, clip=clip, max_norm=max_norm, after_bad=after_bad, shared=shared)
         try:
             self.scaler.watch(optimizer.optimizer)  # which binds the two, or refuses
         except ConfigError:

@@ -4,7 +4,9 @@
 """
 
 from halfstep.distributed.alike import refuse_unlike as refuse_unlike
+from halfstep.distributed.buckets import Users as Users
 from halfstep.distributed.gradients import BUCKET_MB as BUCKET_MB
+from halfstep.distributed.gradients import NOBODY as NOBODY
 from halfstep.distributed.gradients import DataParallel as DataParallel
 from halfstep.distributed.gradients import MeanOverRanks as MeanOverRanks
 from halfstep.distributed.gradients import NoReducer as NoReducer

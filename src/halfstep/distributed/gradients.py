@@ -4,6 +4,9 @@ Each rank differentiates its own batch. In the last backward pass of a window a 
 order on every rank; inside a window nothing is sent. Whatever was not sent by then (backward passes that the step engine repeats, those of the
 user's own) is sent before gradients are judged, so no step is taken with the gradients of one rank.
 
+Where gradients are used up inside the backward pass (gradient release), a bucket is received when the one after it was sent, and used in the order
+of its parameters: an order that all ranks share, whichever gradient came first on each.
+
 Why not torch's DistributedDataParallel: it wraps the module, fixes the dtypes of its buckets when it is made (weights go to 16 bits at the first
 batch and back to fp32 when a module is pinned), and reduces no second backward pass through one forward pass, which a replayed step needs.
 """
@@ -12,21 +15,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from halfstep.distributed.buckets import Bucket, Nobody, Users, gradient_dtype
 from halfstep.distributed.buffers import Buffers
 from halfstep.distributed.launch import TIMEOUT
 from halfstep.distributed.ranks import Ranks
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, StepOrderError
 
+NOBODY = Nobody()
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_MB = 25.0
+IN_FLIGHT = 1  # buckets on their way while the backward pass goes on, where gradients are used up: the next one is filled meanwhile
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Reducer(Protocol):
     def join(self, item: nn.Module | Iterable[Tensor]) -> None:
         """Bring the gradients of these parameters together from now on."""
 
-    def expect(self) -> None:
-        """The backward pass that follows is the last of its step: send gradients as they come."""
+    def expect(self, users: Users = NOBODY) -> None:
+        """The backward pass that follows is the last of its step: send gradients as they come. users: who uses them up inside it."""
 
     def finish(self, only: Iterable[Tensor] | None = None) -> bool:
         """Make gradients the mean over ranks. Whether there were any to do.
@@ -94,7 +99,7 @@ class NoReducer:
     def join(self, item: nn.Module | Iterable[Tensor]) -> None:
         """Nothing to do."""
 
-    def expect(self) -> None:
+    def expect(self, users: Users = NOBODY) -> None:
         """Nothing to do."""
 
     def finish(self, only: Iterable[Tensor] | None = None) -> bool:
@@ -120,59 +125,6 @@ class _Heard:
         return _Heard, ()
 
 
-@dataclass
-class _Bucket:
-    """Gradients that are sent together. The last elements of `flat` say of how many ranks each gradient is."""
-
-    parameters: list[Tensor]
-    dtype: torch.dtype
-    group: int  # number of the model they belong to
-    waits: set[int] = field(default_factory=set)  # ids of parameters whose gradient is not there yet
-    late: bool = False  # a gradient was added to after the bucket was sent
-    flat: Tensor | None = None
-    work: Any = None
-
-    def views(self) -> tuple[list[Tensor], Tensor]:
-        """The parts of `flat`, shaped as the parameters, and the counts."""
-        assert self.flat is not None
-        parts = torch.split(self.flat, [*(p.numel() for p in self.parameters), len(self.parameters)])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=False)], parts[-1]
-
-    @torch.no_grad()
-    def send(self, world: int) -> int:
-        """Start the sum over ranks; returns its bytes."""
-        device = self.parameters[0].device
-        self.flat = torch.empty(sum(p.numel() + 1 for p in self.parameters), dtype=self.dtype, device=device)
-        parts, counts = self.views()
-        held = [(part, p.grad) for part, p in zip(parts, self.parameters, strict=True) if p.grad is not None]
-        if held:
-            torch._foreach_copy_([part for part, _ in held], [g for _, g in held])
-        if len(held) < len(parts):
-            counts.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
-            for part, p in zip(parts, self.parameters, strict=True):
-                if p.grad is None:
-                    part.zero_()
-        else:
-            counts.fill_(1.0)
-        self.flat.div_(world)
-        self.late, self.work = False, dist.all_reduce(self.flat, async_op=True)
-        return self.flat.nbytes
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        """Wait for the sum and make it the gradients. A parameter that no rank has a gradient of gets none."""
-        self.work.wait()
-        parts, counts = self.views()
-        held = [(p.grad, part) for part, p in zip(parts, self.parameters, strict=True) if p.grad is not None]
-        if held:
-            torch._foreach_copy_([g for g, _ in held], [part for _, part in held])
-        if len(held) < len(parts):  # only now is something read from the device
-            for p, part, count in zip(self.parameters, parts, counts.tolist(), strict=True):
-                if p.grad is None and count > 0:
-                    p.grad = part.to(_gradient_dtype(p), copy=True)
-        self.flat, self.work = None, None
-
-
 class MeanOverRanks:
     """Makes each gradient the mean over the ranks of torch's process group. Memory: one bucket-wise copy of the gradients while they are sent."""
 
@@ -185,8 +137,11 @@ class MeanOverRanks:
         self._groups: dict[int, int] = {}  # the number of the item that each parameter belongs to
         self._dirty: set[int] = set()  # groups whose gradients are those of this rank
         self._touched: set[int] = set()  # groups that the expected backward pass has reached
-        self._buckets: list[_Bucket] = []
-        self._place: dict[int, _Bucket] = {}
+        self._buckets: list[Bucket] = []  # in the order in which they are sent
+        self._order: list[Bucket] = []  # those that the expected backward pass reaches
+        self._flying: list[Bucket] = []  # sent, and not received yet, of those with gradients that are used up
+        self._users: Users = NOBODY
+        self._place: dict[int, Bucket] = {}
         self._built: tuple[Any, ...] = ()  # what the buckets were made for
         self._buffers = Buffers(ranks)
         self._expecting, self._next = False, 0
@@ -225,22 +180,25 @@ class MeanOverRanks:
     def _lay_out(self) -> None:
         """Buckets for the parameters as they are now, those that come last in the forward pass first."""
         wanted = None if self.how.reduce_dtype is None else FORMATS[self.how.reduce_dtype]
-        found = [(p, wanted or _gradient_dtype(p)) for p in reversed(self._listen())]
+        found = [(p, wanted or gradient_dtype(p)) for p in reversed(self._listen())]
         built = tuple((id(p), dtype, p.device) for p, dtype in found)
         if built == self._built:
             return
         first, self._built, self._buckets, sizes = not self._built, built, [], dict[int, float]()
-        open_: dict[tuple[int, torch.device, torch.dtype], _Bucket] = {}
-        for p, dtype in found:
+        complete: dict[int, int] = {}  # the place of the last parameter of each bucket
+        open_: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
+        for place, (p, dtype) in enumerate(found):
             if not (dtype.is_floating_point or dtype.is_complex):
                 continue
             kind = self._groups[id(p)], p.device, dtype
             bucket = open_.get(kind)
             if bucket is None or sizes[id(bucket)] + p.numel() * dtype.itemsize > self.how.bucket_cap_mb * 2**20:
-                bucket = open_[kind] = _Bucket([], dtype, kind[0])
+                bucket = open_[kind] = Bucket([], dtype, kind[0])
                 self._buckets.append(bucket)
             bucket.parameters.append(p)
+            complete[id(bucket)] = place
             sizes[id(bucket)] = sizes.get(id(bucket), 0.0) + p.numel() * dtype.itemsize
+        self._buckets.sort(key=lambda b: complete[id(b)])  # a bucket that few parameters fill (fp32 norms among 16-bit weights) waits for nearly all
         self._place = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         if first:
             self._refuse_unlike([(tuple(p.shape), str(dtype)) for p, dtype in found])
@@ -268,14 +226,20 @@ class MeanOverRanks:
             if not self._expecting or bucket is None:
                 return
             self._touched.add(group)
-            if bucket.work is not None:
+            if bucket.sent:
                 bucket.late = True
+                if bucket.used:
+                    raise StepOrderError(
+                        f"a gradient of {self._called([p])[0]} has come after those of its bucket were sent to the other ranks, to be used at once",
+                        "Let each backward pass give every parameter one gradient: with activation checkpointing use use_reentrant=False; "
+                        "or leave out the gradient release.",
+                    )
             bucket.waits.discard(id(p))
-            while self._next < len(self._buckets) and not self._buckets[self._next].waits:
-                self._send(self._buckets[self._next])
+            while self._next < len(self._order) and not self._order[self._next].waits:
+                self._send(self._order[self._next])
                 self._next += 1
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         for p in bucket.parameters:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ConfigError(
@@ -283,12 +247,24 @@ class MeanOverRanks:
                     "Use sparse=False in its embedding.",
                 )
         self.sent += bucket.send(self.ranks.world)
+        if bucket.used:
+            self._flying.append(bucket)
+            self._receive(IN_FLIGHT)
 
-    def expect(self) -> None:
-        """The backward pass that follows is the last of its step: send gradients as they come."""
+    def _receive(self, leave: int) -> None:
+        """Receive the buckets whose gradients are used up, all but the last `leave` that were sent."""
+        while len(self._flying) > leave:
+            self._flying.pop(0).receive(self._users)
+
+    def expect(self, users: Users = NOBODY) -> None:
+        """See `Reducer`."""
         self._lay_out()
+        self._forget()
+        self._users = users
         for bucket in self._buckets:
-            bucket.waits, bucket.late = {id(p) for p in bucket.parameters}, False
+            bucket.expect(users)
+        reached = {bucket.group for bucket in self._buckets if bucket.waits}
+        self._order = [bucket for bucket in self._buckets if bucket.group in reached]
         self._touched.clear()
         self._expecting, self._next = True, 0
 
@@ -298,26 +274,27 @@ class MeanOverRanks:
         if not (expected or self._dirty):
             return False
         asked = self._dirty if only is None else {self._groups.get(id(p), -1) for p in only}
-        chosen = set(self._touched) if expected else self._dirty & asked
+        chosen = self._touched | {b.group for b in self._buckets if b.sent} if expected else self._dirty & asked
         if not chosen:
             return False
         if not expected:
             self._lay_out()
-            self._next = 0
+            self._forget()
         mine = [bucket for bucket in self._buckets if bucket.group in chosen]
         try:
             for bucket in mine:
-                if bucket.work is None:
+                if not bucket.sent:
                     self._send(bucket)
                 elif bucket.late:  # reentrant checkpoints add to a gradient more than once
                     bucket.work.wait()
                     self._send(bucket)
+            self._receive(0)
             self._refuse_unused(mine)
             for bucket in mine:
-                bucket.receive()
+                if bucket.work is not None:
+                    bucket.receive(NOBODY)
         finally:
-            for bucket in self._buckets:
-                bucket.flat, bucket.work = None, None
+            self._forget()
         self._dirty -= chosen
         self.sent += self._buffers.send()
         return True
@@ -325,21 +302,24 @@ class MeanOverRanks:
     def give_up(self) -> None:
         """A backward pass has failed: what it has sent is thrown away."""
         self._expecting = False
-        for bucket in self._buckets:
-            bucket.flat, bucket.work = None, None
+        self._forget()
 
-    def _refuse_unused(self, buckets: list[_Bucket]) -> None:
+    def _forget(self) -> None:
+        self._flying.clear()
+        self._users = NOBODY
+        for bucket in self._buckets:
+            bucket.forget()
+
+    def _called(self, chosen: Iterable[Tensor]) -> list[str]:
+        named = {id(p): name for item in self._items if isinstance(item, nn.Module) for name, p in item.named_parameters()}
+        return [named.get(id(p), f"one of shape {tuple(p.shape)}") for p in chosen]
+
+    def _refuse_unused(self, buckets: list[Bucket]) -> None:
         if self.how.find_unused_parameters is not False:
             return
-        named = {id(p): name for item in self._items if isinstance(item, nn.Module) for name, p in item.named_parameters()}
-        unused = [named.get(id(p), f"one of shape {tuple(p.shape)}") for b in buckets for p in b.parameters if p.grad is None]
+        unused = self._called(p for b in buckets for p in b.lacks)
         if unused:
             raise ConfigError(
                 f"{len(unused)} parameters have no gradient on rank {self.ranks.rank}, {unused[-1]} among them, and find_unused_parameters is False",
                 "Leave ddp_find_unused_parameters out, freeze them, or use them.",
             )
-
-
-def _gradient_dtype(p: Tensor) -> torch.dtype:
-    """The dtype that gradients of a parameter have."""
-    return getattr(p, "grad_dtype", None) or p.dtype

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError, StepOrderError
@@ -36,6 +39,22 @@ class Heard:
 
     def __reduce__(self) -> tuple[type[Heard], tuple[()]]:
         return Heard, ()
+
+
+class Passes:
+    """Backward passes that no step engine tells of, as the hooks of their parameters see them."""
+
+    def __init__(self) -> None:
+        self._task = -1  # autograd's number of the last one
+
+    def begin(self, ended: Callable[[], None]) -> bool:
+        """Called inside a backward pass: whether it is seen for the first time. `ended` runs at its end; not where it ends with an error."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return False
+        self._task = task
+        Variable._execution_engine.queue_callback(ended)
+        return True
 
 
 def handle_of(p: Tensor) -> Release | None:

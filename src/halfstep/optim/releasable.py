@@ -14,10 +14,10 @@ from halfstep.errors import ConfigError, suggest
 
 CLIPS = ("per_parameter", "last")
 AFTER_BAD = ("tensor", "rest")
-RANKS = "Train in one process, or leave out the release."
+RANKS = "Use accelerator.release(optimizer) after prepare(), or the trainer: they bring gradients together first. Or train in one process."
 
 
-def refuse(optimizer: Any, model: Any, clip: Any, max_norm: Any, after_bad: Any) -> None:
+def refuse(optimizer: Any, model: Any, clip: Any, max_norm: Any, after_bad: Any, shared: bool) -> None:
     """Raise ConfigError for what can be seen to be wrong."""
     if getattr(optimizer, "takes_steps_itself", False):
         raise ConfigError("this optimizer was prepared by an accelerator", "Use accelerator.release(optimizer), which knows its windows and scale.")
@@ -32,7 +32,8 @@ def refuse(optimizer: Any, model: Any, clip: Any, max_norm: Any, after_bad: Any)
         raise ConfigError(f"model is a {type(model).__name__}, whose gradients are complete only when the backward pass has ended", RANKS)
     if model is not None and not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", "Give it the module, or leave it out.")
-    refuse_ranks()
+    if not shared:
+        refuse_ranks()
     if clip is not None and clip not in CLIPS:
         exact = "the norm over all gradients is known only when they are used up. " if clip in ("global", "exact", "norm", True) else ""
         raise ConfigError(f"clip={clip!r} is not known", f"{exact}{suggest(str(clip), CLIPS)} Each is a mode of clipping without that norm.")
@@ -64,4 +65,4 @@ def refuse_ranks() -> None:
     """Raise ConfigError under several processes."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         world = torch.distributed.get_world_size()
-        raise ConfigError(f"gradients of {world} processes are brought together after they are made, and a released one is used up by then", RANKS)
+        raise ConfigError(f"gradients of {world} processes are means over all, and a released one is used up before anybody makes it one", RANKS)

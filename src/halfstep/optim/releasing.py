@@ -28,7 +28,7 @@ from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.hardware import give_back_unused_memory
 from halfstep.kernels import cpu_kernels
-from halfstep.optim.attached import Clear, Heard, Step
+from halfstep.optim.attached import Clear, Heard, Passes, Step
 from halfstep.optim.attached import handle_of as handle_of
 from halfstep.optim.masters import HALF, RELEASES
 from halfstep.optim.releasable import refuse, refuse_hooks, refuse_ranks
@@ -49,6 +49,7 @@ def release(
     clip: Clip | None = None,
     max_norm: float | None = None,
     after_bad: Literal["tensor", "rest"] = "tensor",
+    shared: bool = False,
 ) -> Release:
     """Let `optimizer` update each parameter as soon as a backward pass has its gradient, and free the gradient.
 
@@ -63,12 +64,15 @@ def release(
         last good step down to `max_norm` (the first step clips per parameter). The norm of the step itself is known only when its weights have moved.
     after_bad: what follows a gradient that must not be used: "tensor" leaves out that parameter alone; "rest" also those whose gradients come
         later in the step. Either way the loss scale falls for the next step, and nothing of this one is taken back.
+    shared: see `Release.shared`. Without it several processes are refused.
     Memory: about 4 KiB per parameter tensor. On a GPU each tensor's verdict is read: one wait per tensor.
     Returns the handle; `remove()` undoes it. Raises ConfigError for what cannot work, with the reason. Source of the idea: Lv et al., Full Parameter
     Fine-tuning for Large Language Models with Limited Resources (LOMO), arXiv:2306.09782.
     """
-    refuse(optimizer, model, clip, max_norm, after_bad)
-    return Release(optimizer, model, clip, max_norm, after_bad)
+    refuse(optimizer, model, clip, max_norm, after_bad, shared)
+    handle = Release(optimizer, model, clip, max_norm, after_bad)
+    handle.shared = shared
+    return handle
 
 
 class Source(Protocol):
@@ -116,7 +120,8 @@ class Release:
     """The handle of `release`. It listens to the parameters until `remove()`.
 
     clip, max_norm, after_bad: as they were asked for. source: who scales the losses, once known. hold: gradients are added up and nothing is updated.
-    names: of the parameters, by id, where a model was given. losses: those of this step, noted by whoever scales them.
+    names: of the parameters, by id, where a model was given. losses: those of this step, noted by whoever scales them. shared: several processes
+    train together, and somebody (an accelerator) makes gradients the mean over all and calls `whole` for each inside the last backward pass.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None, clip: Clip | None, max_norm: float | None, after_bad: str) -> None:
@@ -128,10 +133,11 @@ class Release:
         self._hooks: list[Any] = []
         self._listening: dict[int, ref[Tensor]] = {}
         self.source: ref[Source] | None = None
-        self.hold = False
+        self.hold = self.shared = False
         self.losses: list[Tensor] = []
         self.touched = False  # a backward pass has reached a parameter since this was cleared
         self._removed = False
+        self._passes = Passes()
         self._scale, self._smallest, self._armed = 1.0, 0.0, False
         self._first, self._freed = True, 0  # nothing was updated yet; bytes of gradients freed since memory was given back
         self._unfit = False  # nothing that the backward pass at hand reaches may be updated
@@ -155,7 +161,7 @@ class Release:
         clips = f"clipped to {self.max_norm:g} by {CLIPPED[self.clip]}" if self.clip is not None else "not clipped"
         return (
             f"gradient release of {len(held)} parameters of {type(optimizer).__name__}: {size / 2**20:.1f} MiB of gradients are freed one by one, "
-            f"{clips}; a bad gradient leaves out {LEFT_OUT[self.after_bad]}"
+            f"{'once ranks have met, ' if self.shared else ''}{clips}; a bad gradient leaves out {LEFT_OUT[self.after_bad]}"
         )
 
     def remove(self) -> None:
@@ -206,6 +212,15 @@ class Release:
         self._scale, self._smallest, self._armed = scale, smallest, True
         self._unfit = self._unfit or not fit
 
+    @property
+    def held(self) -> bool:
+        """Whether nothing more is updated in this step: a loss of it is not finite."""
+        return self._held
+
+    def hold_back(self) -> None:
+        """Update nothing more in this step."""
+        self._held = True
+
     def shut(self) -> None:
         """The backward pass has ended."""
         self._armed = self._unfit = False
@@ -214,6 +229,11 @@ class Release:
         """Gradients are cleared before `step()`: forget the step if nothing was updated, or its backward pass has failed, or nobody will close it."""
         if self._moved and not (self._armed or self._removed):
             return  # what comes next is refused: one of the two steps would be lost
+        if self._moved and self.shared and not self._removed:
+            raise StepOrderError(
+                f"a backward pass has failed after {self._moved} parameters of this process had been updated, and others may have updated others",
+                "End the run and go on from its last checkpoint: weights that differ between processes would go on to do so.",
+            )
         if self._moved:
             self._single.end()
             logger.warning("a step was dropped (its pass failed, or release was removed): %d parameters had been updated, and stay so", self._moved)
@@ -260,11 +280,19 @@ class Release:
                 "backward passes of a step but the last inside handle.accumulating(); with activation checkpointing use use_reentrant=False; "
                 "a model that another one is trained through (a GAN's discriminator) needs requires_grad_(False) meanwhile.",
             )
-        self._take(number, p)
+        if not self.shared:
+            self._take(number, p)
+
+    def whole(self, p: Tensor) -> None:
+        """The gradient of `p` is the mean over all processes. Called in one order in all of them, so that they do the same."""
+        self._take(self._numbers[id(p)], p)
 
     def _acts(self) -> bool:
         """Whether this backward pass is one of a step. An engine says so: others find its scale, or are the user's own (gradients of inputs)."""
-        return self._armed or self.source is None or self.source() is None
+        if self.source is not None and self.source() is not None:
+            return self._armed
+        self._armed = self._passes.begin(self.shut) or self._armed
+        return True
 
     def _take(self, number: int, p: Tensor) -> None:
         """Judge the gradient of one parameter, update it or not, and let go of the gradient."""
@@ -273,7 +301,8 @@ class Release:
         if number in self._seen:
             raise StepOrderError(f"{self._called(number, p)} has a gradient and was updated in this step already", "Close each step before the next.")
         if not self._begun:
-            refuse_ranks()
+            if not self.shared:
+                refuse_ranks()
             refuse_hooks(self._alive())
             with torch.no_grad():
                 self._single.begin()

@@ -17,12 +17,14 @@ class Reached:
     hidden: there are batch norms behind activation checkpointing, which compute again, and move, statistics that the graph does not show.
     foreign: names of custom autograd Functions, of neither torch nor halfstep, that do not say `repeatable = True`. Their backward
     pass may free or overwrite what it saved (fused losses scale their saved gradient in place), so it must not be run twice.
+    partial: a backward pass may give gradients to more leaves than these: a Function may run one of its own (reentrant checkpoints do).
     """
 
     leaves: tuple[Tensor, ...]
     statistics: tuple[Tensor, ...]
     foreign: tuple[str, ...] = ()
     hidden: bool = False
+    partial: bool = False
 
 
 def nodes(loss: Tensor) -> Iterator[Any]:
@@ -45,21 +47,27 @@ def walk(loss: Tensor) -> Reached:
     leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
     statistics: list[Tensor] = []
     foreign: list[str] = []
-    hidden = False
+    hidden = partial = False
     for node in nodes(loss):
         if hasattr(node, "variable"):
             leaves.append(node.variable)
-        if isinstance(node, BackwardCFunction) and not _may_run_twice(node):
-            foreign.append(type(node)._forward_cls.__name__)  # type: ignore[attr-defined]
+        if isinstance(node, BackwardCFunction):
+            kind = type(node)._forward_cls  # type: ignore[attr-defined]  # the Function that was applied
+            if not _may_run_twice(kind):
+                foreign.append(kind.__name__)
+            partial = partial or kind.__module__ == "torch.utils.checkpoint" or not _is_ours(kind)
         if _has_statistics(node) and _training(node):
             statistics += [t for t in (node._saved_running_mean, node._saved_running_var) if t is not None]
         hidden = hidden or (getattr(node, "_raw_saved_running_mean", None) is not None and not _has_statistics(node))
-    return Reached(tuple(leaves), tuple(statistics), tuple(foreign), hidden)
+    return Reached(tuple(leaves), tuple(statistics), tuple(foreign), hidden, partial)
 
 
-def _may_run_twice(node: BackwardCFunction) -> bool:
-    kind = type(node)._forward_cls  # type: ignore[attr-defined]  # the Function that was applied
-    return getattr(kind, "repeatable", False) or kind.__module__.partition(".")[0] in ("torch", "halfstep")
+def _may_run_twice(kind: type[Any]) -> bool:
+    return getattr(kind, "repeatable", False) or _is_ours(kind)
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "halfstep")
 
 
 def _has_statistics(node: Any) -> bool:

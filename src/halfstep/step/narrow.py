@@ -68,6 +68,20 @@ def before_a_backward_pass(state: StepState, known: Iterable[Tensor]) -> None:
             del state.widened[i]
             if p is not None and p.dtype in HALF:
                 p.grad_dtype = p.dtype
+    if state.agree is not None and state.noticed:
+        _widen_together(state)
+
+
+def _widen_together(state: StepState) -> None:
+    """A weight whose gradient waits in fp32 on some rank will have one in fp32 on all, also where no loss has reached it yet in this step."""
+    held = [p for p in state.owned() if p.dtype in HALF]
+    if state.agree is None or not held:
+        return
+    wide = state.agree(torch.tensor([float(p.grad is not None and p.grad.dtype == torch.float32) for p in held]))
+    for p, elsewhere in zip(held, wide.tolist(), strict=True):
+        if elsewhere and p.grad is None:
+            p.grad_dtype = torch.float32
+            state.widened[id(p)] = ref(p)
 
 
 def divides_late(optimizer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError, StepOrderError
-from halfstep.optim import RELEASES, Release, Released
+from halfstep.optim import RELEASES, Release, Released, handle_of
 from halfstep.step import checks, taking
 from halfstep.step.graph import Reached, walk
 from halfstep.step.marks import parameters
@@ -65,19 +66,53 @@ def begin(state: StepState, seen: Tensor | None, first: bool) -> None:
     """A backward pass comes through a loss: gradients are used from now on, save those of parameters that a loss reaches which is not finite.
 
     A hook on the loss runs before anything below it: what this loss reaches has not been updated by this pass. first: of the losses of this pass.
+    Where ranks train together, what a loss reaches that is not finite on one of them is left alone on all.
     """
-    fit = seen is None or bool(torch.isfinite(seen))
-    if state.agree is not None:
-        fit = not bool(state.agree(torch.tensor([float(not fit)])))
-    state.unfit = [u for u in state.unfit if u[1] is not seen and u[0]() is not None]
+    fit, known = seen is None or bool(torch.isfinite(seen)), handles(state)
+    unfit = [u for u in state.unfit if u[0]() is not None]
+    state.unfit = [u for u in unfit if u[1] is not seen]
     smallest = FP16_NORMAL if state.scaling.senses else 0.0
-    for handle in handles(state):
+    for handle in known:
         optimizer = handle.optimizer
         if optimizer is not None:
             if first:
                 handle.shut()  # an earlier pass may have ended with an error
                 checks.refuse_settings(optimizer)
             handle.open(state.scale_at_hand, fit and not any(handle.reaches(ids) for _, _, ids in state.unfit), smallest)
+    if first and not all(handle.hold for handle in known):
+        _hold_together(state, known, [any(handle.reaches(ids) for _, _, ids in unfit) for handle in known])
+
+
+def _hold_together(state: StepState, known: list[Release], holds: list[bool]) -> None:
+    """Nothing more is updated by the handles that are to be held, or are held already, on some rank. One small message for all of them."""
+    if state.agree is None:
+        return
+    agreed = state.agree(torch.tensor([float(hold or handle.held) for hold, handle in zip(holds, known, strict=True)]))
+    for hold, handle in zip(agreed.tolist(), known, strict=True):
+        if hold:
+            handle.hold_back()
+
+
+class UsedInside:
+    """Which gradients the backward pass of a loss uses up, for whoever makes them the mean over ranks (`halfstep.distributed.Users`)."""
+
+    def __init__(self, loss: Tensor) -> None:
+        reached = walk(loss)
+        self._reached = None if reached.partial else {id(p) for p in reached.leaves}
+
+    def reaches(self, p: Tensor) -> bool:
+        """Whether the backward pass may give `p` a gradient."""
+        return self._reached is None or id(p) in self._reached
+
+    def takes(self, p: Tensor) -> bool:
+        """Whether the gradient of `p` is released."""
+        return handle_of(p) is not None
+
+    def use(self, p: Tensor) -> None:
+        """Update `p` and free its gradient."""
+        handle = handle_of(p)
+        if handle is not None:
+            handle.whole(p)
 
 
 def ended(state: StepState, loss: Tensor | None) -> None:
@@ -110,6 +145,8 @@ def take(state: StepState, optimizer: Optimizer, handle: Release, closure: Any, 
     bind(state, handle)
     losses = handle.losses
     state.unfit.clear()
+    state.join_ranks(parameters(optimizer))
+    _hold_together(state, [handle], [False])
     with state.taking_a_step():
         told = handle.close(state.scale_at_hand)
     if not told.numbers:
@@ -152,7 +189,8 @@ def _verdict(state: StepState, optimizer: Optimizer, handle: Release, record: Re
     peaks = dict(zip(told.numbers, (told.peaks / told.scale).tolist(), strict=True))
     blamed = sorted(told.bad, key=lambda n: (peaks[n] == peaks[n], -peaks[n]))  # NaN first, then the largest
     loss = float(record.loss) if told.held and record.loss is not None else 0.0
-    culprits = [Culprit("loss", "forward", loss)] if told.held else []
+    elsewhere = state.agree is not None and record.loss is not None and math.isfinite(loss)
+    culprits = [Culprit("another rank", "backward", math.nan) if elsewhere else Culprit("loss", "forward", loss)] if told.held else []
     names = {n: handle.names.get(id(everybody[n])) or state.called(everybody[n]) for n in blamed}
     culprits += [Culprit(names[n], "backward", peaks[n]) for n in blamed]
     nonfinite = tuple(names[n] for n in blamed if not abs(peaks[n]) < float("inf"))

@@ -99,12 +99,22 @@ def test_a_batch_whose_loss_is_not_finite_may_be_left_out_with_zero_grad() -> No
     assert same(trained(False), trained(True))
 
 
+class Bare:
+    """A loop without a scaler."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def step(self, optimizer: Any) -> Any:
+        return optimizer.step()
+
+
+@pytest.mark.parametrize("scaler", [GradScaler(enabled=False), Bare()], ids=["scaler", "bare"])
 @pytest.mark.parametrize("make", [lambda p: AdamW(p, lr=1e-2), lambda p: torch.optim.RAdam(p, lr=1e-2)], ids=["twins", "copies"])
-def test_a_backward_pass_that_fails_is_dropped_with_zero_grad(make: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backward_pass_that_fails_is_dropped_with_zero_grad(make: Callable[[Any], Any], scaler: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = make(model.parameters())
     release(optimizer)
-    scaler = GradScaler(enabled=False)
     hook = model[2].weight.register_hook(lambda _: 1 / 0)
     before = bits(model, optimizer)
     with pytest.raises(ZeroDivisionError):
@@ -115,7 +125,14 @@ def test_a_backward_pass_that_fails_is_dropped_with_zero_grad(make: Callable[[An
     optimizer.zero_grad()
     assert f"{len(moved)} parameters had been updated" in caplog.text
     scaler.scale(loss_of(model, 1)).backward()
-    assert scaler.step(optimizer).reason == "applied"
+    optimizer.zero_grad()  # undoes nothing: this pass has come to its end
+    with pytest.raises(StepOrderError, match=r"zero_grad\(\) does not undo"):
+        scaler.scale(loss_of(model, 2)).backward()
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 3)).backward()
+    told = scaler.step(optimizer)
+    assert getattr(told, "reason", "applied") == "applied"
+    assert bool(told)
 
 
 def test_a_zero_grad_of_the_users_own_is_called_and_comes_back() -> None:

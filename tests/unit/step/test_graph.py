@@ -1,7 +1,10 @@
 """What is read from a graph: leaves, and running statistics that its forward pass has moved. Nothing is run."""
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.step.backward import BackwardWatch
 from halfstep.step.graph import walk
@@ -29,6 +32,27 @@ def test_shared_weights_are_found_and_detached_ones_are_not() -> None:
 def test_a_loss_that_is_itself_a_leaf_reaches_itself() -> None:
     p = nn.Parameter(torch.tensor(1.0))
     assert [id(x) for x in walk(p).leaves] == [id(p)]
+
+
+class Twice(torch.autograd.Function):
+    """Somebody's own Function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_functions_that_may_run_a_backward_pass_of_their_own_are_told() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(4, 3, requires_grad=True)
+    whole = walk(checkpoint(layer, x, use_reentrant=False).sum())
+    assert (len(whole.leaves), whole.partial) == (3, False)
+    hides = walk(checkpoint(layer, x, use_reentrant=True).sum())
+    assert (len(hides.leaves), hides.partial) == (1, True)
+    assert walk(Twice.apply(x).sum()).partial
 
 
 def test_statistics_are_those_of_norms_in_training_mode_only() -> None:
