@@ -202,6 +202,18 @@ def a_loss_that_is_not_finite_on_one_rank_moves_nobody(ranks: Ranks, folder: Pat
         agree(ranks, run)
 
 
+def a_module_that_overflows_on_one_rank_is_pinned_on_all(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+    accelerator = halfstep.Accelerator(precision="fp16-mixed", cpu=True, heal="pin")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    accelerator.release(optimizer)
+    large = torch.ones(4, 8) * (1e5 if ranks.rank == 0 else 1.0)
+    result = accelerator.run_step(optimizer, lambda: accelerator.backward(model(large).square().mean()))
+    assert (result.applied, result.pinned) == (True, ("0",)), result
+    same_on_all(ranks, model)
+
+
 def a_bad_loss_of_gradients_that_stay_apart_moves_nobody_at_the_step(ranks: Ranks, folder: Path) -> None:
     run = Run(ranks, "bf16-mixed", True).steps(0, 2)
     before = run.bits()
@@ -273,6 +285,14 @@ def what_cannot_work_is_refused(ranks: Ranks, folder: Path) -> None:
     accelerator = halfstep.Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
     accelerator.release(optimizer)
+    strict = halfstep.Accelerator(cpu=True, data_parallel=DataParallel(find_unused_parameters=False))
+    torch.manual_seed(0)
+    pair = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    pair, its = strict.prepare(pair, AdamW(pair.parameters()))
+    strict.release(its)
+    with pytest.raises(ConfigError, match=r"2 parameters have no gradient on rank \d, 1.weight among them"):  # before anything has moved
+        strict.backward(pair[0](torch.ones(2, 4)).sum())
+    assert its.state_dict()["state"] == {}
     x = torch.randn(2, 8, requires_grad=True)
     twice = checkpoint(model, x, use_reentrant=True) + checkpoint(model, x, use_reentrant=True)
     with pytest.raises(StepOrderError, match="one gradient"):
@@ -305,6 +325,7 @@ CHECKS = (
     one_process_within_rounding,
     an_overflow_on_one_rank_leaves_out_the_same_on_all,
     a_loss_that_is_not_finite_on_one_rank_moves_nobody,
+    a_module_that_overflows_on_one_rank_is_pinned_on_all,
     a_bad_loss_of_gradients_that_stay_apart_moves_nobody_at_the_step,
     clipping_by_the_last_norm_and_checkpoints,
     two_optimizers_of_which_one_is_released,

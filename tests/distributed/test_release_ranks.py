@@ -7,7 +7,7 @@ from launched import checked, torchrun
 
 
 def test_two_ranks_release_as_the_plain_step(tmp_path: Path) -> None:
-    assert len(checked("on_release.py", 2, tmp_path)) == 11
+    assert len(checked("on_release.py", 2, tmp_path)) == 12
 
 
 @pytest.mark.slow

@@ -265,6 +265,7 @@ class MeanOverRanks:
             bucket.expect(users)
         reached = {bucket.group for bucket in self._buckets if bucket.waits}
         self._order = [bucket for bucket in self._buckets if bucket.group in reached]
+        self._refuse_unused(p for b in self._order for p in b.parameters if p.grad is None and not users.reaches(p))
         self._touched.clear()
         self._expecting, self._next = True, 0
 
@@ -289,7 +290,7 @@ class MeanOverRanks:
                     bucket.work.wait()
                     self._send(bucket)
             self._receive(0)
-            self._refuse_unused(mine)
+            self._refuse_unused(p for bucket in mine for p in bucket.lacks)
             for bucket in mine:
                 if bucket.work is not None:
                     bucket.receive(NOBODY)
@@ -314,10 +315,10 @@ class MeanOverRanks:
         named = {id(p): name for item in self._items if isinstance(item, nn.Module) for name, p in item.named_parameters()}
         return [named.get(id(p), f"one of shape {tuple(p.shape)}") for p in chosen]
 
-    def _refuse_unused(self, buckets: list[Bucket]) -> None:
+    def _refuse_unused(self, chosen: Iterable[Tensor]) -> None:
         if self.how.find_unused_parameters is not False:
             return
-        unused = self._called(p for b in buckets for p in b.lacks)
+        unused = self._called(chosen)
         if unused:
             raise ConfigError(
                 f"{len(unused)} parameters have no gradient on rank {self.ranks.rank}, {unused[-1]} among them, and find_unused_parameters is False",

@@ -1,9 +1,14 @@
 """In which order gradients are sent, and which of them a bucket waits for."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from halfstep.distributed import DataParallel, MeanOverRanks, Solo
+from halfstep.distributed.buckets import Bucket
 
 
 class Net(nn.Module):
@@ -56,3 +61,53 @@ def test_a_bucket_waits_for_what_the_loss_reaches_alone() -> None:
     assert [len(bucket.used) for bucket in reducer._order] == [0, 0, 1, 0]
     reducer.give_up()
     assert not any(bucket.used for bucket in reducer._buckets)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """One rank that exchanges gradients with itself."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Taker:
+    """Uses the gradients of some parameters."""
+
+    def __init__(self, *taken: Tensor) -> None:
+        self.taken, self.used = taken, list[tuple[int, Tensor]]()
+
+    def reaches(self, p: Tensor) -> bool:
+        return True
+
+    def takes(self, p: Tensor) -> bool:
+        return any(p is t for t in self.taken)
+
+    def use(self, p: Tensor) -> None:
+        assert p.grad is not None
+        self.used.append((id(p), p.grad.clone()))
+        p.grad = None
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_what_is_used_lies_in_the_parcel_alone_and_comes_back_in_order(group: None, wire: torch.dtype) -> None:
+    plain, taken, missing = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    conv = nn.Parameter(torch.zeros(2, 3, 4, 4))
+    plain.grad, taken.grad, conv.grad = torch.ones(3), torch.tensor([1.0, 2.0, 3.0]), torch.rand(2, 3, 4, 4).bfloat16().float()
+    conv.grad = conv.grad.contiguous(memory_format=torch.channels_last)
+    before = conv.grad.clone()
+    bucket, users = Bucket([conv, missing, taken, plain], wire, 0), Taker(conv, missing, taken)
+    bucket.expect(users)
+    bucket.send(1)
+    assert taken.grad is None
+    assert plain.grad is not None
+    assert [p is missing for p in bucket.lacks] == [True]
+    bucket.receive(users)
+    assert [i for i, _ in users.used] == [id(conv), id(taken)]  # nobody has a gradient of the other
+    assert torch.equal(users.used[0][1], before)
+    assert users.used[0][1].stride() == before.stride()
+    assert torch.equal(users.used[1][1], torch.tensor([1.0, 2.0, 3.0]))
+    assert users.used[1][1].dtype == torch.float32
+    assert torch.equal(plain.grad, torch.ones(3))
+    assert bucket.flat is None
