@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from halfstep import errors as errors
     from halfstep import optim as optim
     from halfstep.accelerator import Accelerator as Accelerator
+    from halfstep.diagnostics.memory import memory as memory
+    from halfstep.diagnostics.memory_plan import MemoryPlan as MemoryPlan
     from halfstep.diagnostics.plan import plan as plan
     from halfstep.diagnostics.planned import Plan as Plan
     from halfstep.diagnostics.scan import scan as scan
@@ -54,6 +56,8 @@ _WHERE = {
     "TrainingArguments": "halfstep.trainer",
     "Finding": "halfstep.tracing",
     "Trace": "halfstep.tracing",
+    "MemoryPlan": "halfstep.diagnostics",
+    "memory": "halfstep.diagnostics",
     "Plan": "halfstep.diagnostics",
     "plan": "halfstep.diagnostics",
     "scan": "halfstep.diagnostics",

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.amp.ops import LOW_ON_CUDA_ONLY
 from halfstep.amp.rehearsal import storage_of
+from halfstep.numerics.standins import asked, is_shape
 from halfstep.optim.masters import LARGEST_FP16
 from halfstep.policy import Policy, select
 from halfstep.policy.policy import TABLES
@@ -173,7 +174,7 @@ def _overlapping(parameters: list[nn.Parameter]) -> set[int]:
     """Those that share memory with another parameter: casting one would part them."""
     places: dict[int | None, list[tuple[int, int, int]]] = {}
     for p in parameters:
-        if not torch.nn.parameter.is_lazy(p) and p.device.type != "meta" and p.numel():
+        if not torch.nn.parameter.is_lazy(p) and not is_shape(p) and p.numel():
             places.setdefault(storage_of(p), []).append((p.data_ptr(), p.data_ptr() + _extent(p), id(p)))
     found: set[int] = set()
     for key, ranges in places.items():
@@ -195,10 +196,10 @@ def _fits(p: Tensor, dtype: torch.dtype) -> bool:
     """Whether a weight may be stored in `dtype`: dense, fp32 or in that format already, in range, and exactly when it is frozen."""
     if p.dtype not in (torch.float32, dtype) or p.layout != torch.strided or torch.nn.parameter.is_lazy(p) or p.device.type == "meta":
         return False
-    values = p.detach()
-    if dtype == torch.float16 and p.numel() and not bool((values.abs() <= LARGEST_FP16).all()):
+    # of a weight without numbers: it is in range, and if it is frozen not exactly of that format by chance
+    if dtype == torch.float16 and p.numel() and not asked(p, lambda values: bool((values.abs() <= LARGEST_FP16).all()), True):
         return False
-    return p.requires_grad or p.dtype == dtype or bool(torch.equal(values.to(dtype).float(), values))
+    return p.requires_grad or p.dtype == dtype or asked(p, lambda values: torch.equal(values.to(dtype).float(), values), False)
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -229,6 +230,8 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _casts(self, func: Any, place: int, args: Any, kwargs: Any) -> bool:
+        if func is torch.ops.prim.device.default:  # asked of fake tensors
+            return True
         if func is torch.ops.aten._to_copy.default:
             return bool(kwargs.get("dtype") == self.dtype)
         return func is torch.ops.aten.copy_.default and place == 1 and args[0].dtype == self.dtype

@@ -23,6 +23,7 @@ from halfstep.amp.embedding import rows
 from halfstep.amp.mode import OPENED, inside
 from halfstep.amp.ops import HALF, LOW, LOW_ON_CUDA_ONLY, every_form, names
 from halfstep.amp.rounding import forward_mode, transformed
+from halfstep.numerics.standins import FakeTensor
 from halfstep.optim import Master, master_of
 from halfstep.policy import Policy
 
@@ -245,12 +246,12 @@ def _replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:
 
 def _base(t: Tensor) -> Tensor:
     """The parameter that a tensor is a view of, or the tensor itself."""
-    return t if type(t) is not Tensor or t._base is None else t._base
+    return t if type(t) not in (Tensor, FakeTensor) or t._base is None else t._base
 
 
 def _is_kept(t: Tensor) -> bool:
     """Whether a tensor is a weight kept in 16 bits, or a view of one. Asked for every argument of every function, so it must be fast."""
-    p = t._base if type(t) is Tensor else t
+    p = t._base if type(t) is Tensor else t if type(t) is not FakeTensor or t._base is None else t._base
     return p is not None and type(p) is not Tensor and "halfstep_master" in p.__dict__ and t.dtype in HALF
 
 

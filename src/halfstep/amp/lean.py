@@ -23,6 +23,7 @@ from halfstep.amp.loads import follow_loads, leave_loads
 from halfstep.amp.ops import HALF
 from halfstep.errors import ConfigError, PolicyError, suggest
 from halfstep.numerics import table_loss
+from halfstep.numerics.standins import asked
 from halfstep.optim import Master, attach, detach, dtype_name, full_values, master_of
 from halfstep.optim.masters import LARGEST_FP16
 from halfstep.policy import Policy, select
@@ -359,7 +360,7 @@ def _make_whole(module: nn.Module, made: Layout, held: Collection[str]) -> None:
         elif not isinstance(t, nn.Parameter) or not t.requires_grad:
             _cast(t, policy.dtype)
         else:
-            if policy.dtype == torch.float16 and t.numel() and float(t.detach().abs().amax()) > LARGEST_FP16:
+            if policy.dtype == torch.float16 and t.numel() and asked(t, lambda values: float(values.abs().amax()) > LARGEST_FP16, False):
                 raise PolicyError(
                     f"{name} has weights of a magnitude above 2^15, and a step could take them out of fp16's range",
                     f"Hold its module in fp32 (fp32={name.rpartition('.')[0] or '...'}), or use bf16-true.",
@@ -374,7 +375,7 @@ def _is_table(own: str, buffer: Tensor, dtype: torch.dtype) -> bool:
     """Whether a buffer is a table that `dtype` would spoil: frequencies of rotary embeddings, positions, schedules, sines. One loaded in 16 bits is
     kept as wide too, if it is of frequencies: what is computed of them is in fp32 then.
     """
-    return own.endswith("inv_freq") or table_loss(own, buffer.to(dtype)) is not None
+    return own.endswith("inv_freq") or asked(buffer, lambda values: table_loss(own, values.to(dtype)) is not None, False)
 
 
 def _look_again(module: nn.Module, *_: Any) -> None:

@@ -17,6 +17,7 @@ from halfstep.amp.rounding import _LIBRARY, applied, forward_mode, rounded
 from halfstep.amp.scratch import is_batch
 from halfstep.errors import ConfigError, DataError, suggest
 from halfstep.hardware import emulated_families
+from halfstep.numerics.standins import is_shape
 
 REDUCTIONS = ("mean", "sum", "none")
 _FLOATS = (torch.float32, torch.float64, *HALF)
@@ -162,7 +163,7 @@ def _refuse_transforms() -> None:
 
 def _check_labels(labels: Tensor, vocabulary: int, ignored: int) -> None:
     """Refuse a label that is no class, where reading them waits for no device."""
-    if labels.device.type != "cpu":
+    if labels.device.type != "cpu" or is_shape(labels):
         return
     bad = ((labels < 0) | (labels >= vocabulary)) & (labels != ignored)
     if bool(bad.any()):
@@ -200,7 +201,7 @@ def _gradients(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
 
 def _scaled(found: Found, grad: Tensor) -> Found:
     """Gradients times what comes from above, in their place."""
-    if grad.device.type != "cpu" or float(grad) != 1:
+    if grad.device.type != "cpu" or is_shape(grad) or float(grad) != 1:
         for t in found[1:]:
             if t is not None:
                 t.mul_(grad)

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep.amp.mode import Route
 from halfstep.amp.ops import HALF
 from halfstep.amp.rounding import applied, exactly, forward_mode, recorded, transformed, unseen
-from halfstep.amp.scratch import is_batch
+from halfstep.amp.scratch import is_batch, straight
 
 WHOLE = 1 << 23  # logits up to which torch's own function is faster: 32 MiB in fp32, from where on each new tensor is fresh memory
 PIECE = 1 << 19  # logits of a piece: 2 MiB in fp32
@@ -92,7 +92,7 @@ def in_pieces(otherwise: Route) -> Route:
 
 
 def _large(logits: Any, target: Any) -> bool:
-    if not isinstance(logits, Tensor) or not isinstance(target, Tensor) or type(logits) is not Tensor or logits.device.type != "cpu":
+    if not isinstance(logits, Tensor) or not isinstance(target, Tensor) or not straight(logits) or logits.device.type != "cpu":
         return False
     fits = logits.dim() == 2 and target.dim() == 1 and logits.shape[0] == target.shape[0] and target.dtype == torch.int64
     return fits and logits.numel() > WHOLE and logits.dtype in (*HALF, torch.float32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.amp import pieces, recycled, scratch
 from halfstep.amp.mode import Route
@@ -131,7 +131,7 @@ def _made(function: Any, compute: Any, *args: Any) -> Tensor:
 
 
 def _is_parameter(t: Tensor) -> bool:
-    return t.is_leaf and t.requires_grad and torch.is_grad_enabled() and not transformed() and type(t) in (Tensor, nn.Parameter)
+    return t.is_leaf and t.requires_grad and torch.is_grad_enabled() and not transformed() and scratch.straight(t)
 
 
 def affine(a: Tensor, b: Tensor, c: Tensor | None = None, beta: Scalar = 1, alpha: Scalar = 1) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 from weakref import ref
 
 import torch
@@ -87,6 +88,17 @@ def so_far(weight: Tensor) -> Tensor | None:
     # one reference of autograd's own beside Python's; in Python this function's two (name and argument), and the object itself
     alone = gradient._use_count() == 2 and sys.getrefcount(gradient) == 3  # type: ignore[attr-defined]
     return gradient if alone else None
+
+
+class WalkedThrough:
+    """The block in which a step is walked through on fake tensors: what is kept for weights is the block's own."""
+
+    def __enter__(self) -> None:
+        self._before = (_spare.blocks, _spare.under_way)
+        _spare.blocks, _spare.under_way = {}, {}
+
+    def __exit__(self, *_: Any) -> None:
+        _spare.blocks, _spare.under_way = self._before
 
 
 def clear() -> None:

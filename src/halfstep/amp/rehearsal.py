@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.numerics.standins import is_shape, walking
+
 LARGEST_WALK = 200_000  # objects looked at; state that lies beyond them is not put back
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type, ModuleType)
 
@@ -39,7 +41,7 @@ class Rehearsal:
 
     def __enter__(self) -> Rehearsal:
         modules, given = self._roots
-        self._undo.append(_random_states())
+        self._undo.append(random_states())
         self._walk([*modules, given])
         known: dict[int, Tensor] = {id(b): b for module in modules for b in module.buffers() if b.layout == torch.strided}
         self._buffers = [(b, b.detach().clone()) for b in known.values() if not torch.nn.parameter.is_lazy(b)]
@@ -171,7 +173,7 @@ def _numpy_state(item: Any) -> Callable[[], None] | None:
     return undo
 
 
-def _random_states() -> Callable[[], None]:
+def random_states() -> Callable[[], None]:
     """What puts the random states of torch, Python and numpy back to what they are now."""
     cpu, own = torch.get_rng_state(), random.getstate()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -190,7 +192,9 @@ def _random_states() -> Callable[[], None]:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaNs counted as equal."""
+    """Whether two tensors hold the same values, NaNs counted as equal. Of those without numbers nobody knows."""
+    if is_shape(a):
+        return False
     return bool(torch.equal(a, b)) or (
         a.is_floating_point() and bool(torch.equal(a.nan_to_num(), b.nan_to_num()) & torch.equal(a.isnan(), b.isnan()))
     )
@@ -229,7 +233,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)  # a higher-order op has none
-        if schema is not None and schema.is_mutable:
+        if schema is not None and schema.is_mutable and not walking():
             for t in written(func, args, kwargs):
                 key = storage_of(t)
                 if key is not None and key not in self._made and key not in self.before:

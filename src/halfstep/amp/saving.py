@@ -28,7 +28,9 @@ from halfstep.amp.mode import inside, opened
 from halfstep.amp.ops import every_form, forms, names
 from halfstep.amp.rounding import transformed
 from halfstep.amp.saved import FLOATS, Cast, Kept, Packed, Places, View, in_memory_order, unpack
+from halfstep.amp.scratch import straight
 from halfstep.errors import ConfigError
+from halfstep.numerics.standins import is_shape
 from halfstep.policy import Policy
 
 Treatment = Literal["operands", "layer", "made"]
@@ -104,7 +106,7 @@ class Saving(TorchFunctionMode):
         if x.dtype == torch.int64 and x.numel() >= LEAST and (dims := PLANES.get(self._func, 0)):
             image = next(iter(_tensors(self._call[1:])))
             return Places(x, image.numel() // max(x.shape[:-dims].numel(), 1))
-        if x.dtype not in FLOATS or type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.numel() < LEAST or x.is_neg():
+        if x.dtype not in FLOATS or not straight(x) or x.layout != torch.strided or x.numel() < LEAST or x.is_neg():
             return Kept(x)
         treatment = self._call[0]
         constant = x.grad_fn is None and not x.requires_grad
@@ -127,7 +129,7 @@ class Saving(TorchFunctionMode):
             turned = w.dim() == 2 and x.shape == w.mT.shape and (x.shape != w.shape or x.stride() != w.stride())
             if not turned and x.shape != w.shape:
                 continue
-            if constant and w.is_leaf and x.is_cpu and torch.equal((w.mT if turned else w).detach().to(x.dtype), x):
+            if constant and w.is_leaf and x.is_cpu and _same((w.mT if turned else w).detach().to(x.dtype), x):
                 return Cast(w, x.dtype, turned)
             if constant or not w.is_leaf:  # a weight that was computed, or the cast of one
                 return Kept(x)
@@ -162,6 +164,11 @@ class Saving(TorchFunctionMode):
             held = [*self._module.parameters(), *self._module.buffers(), *_tensors(self._given)]
             self._owned = frozenset(t.untyped_storage()._cdata for t in held if t.layout == torch.strided)
         return self._owned
+
+
+def _same(cast: Tensor, x: Tensor) -> bool:
+    """Whether a copy of a weight is its plain cast; without numbers it is taken for one."""
+    return is_shape(x) or torch.equal(cast, x)
 
 
 def _cast_of(x: Tensor) -> Cast | Kept | None:

@@ -14,15 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from halfstep.numerics.standins import FakeTensor
+
 SMALLEST, LARGEST = 1 << 14, 1 << 22  # elements: smaller ones leave no holes, larger ones are mapped and given back to the system (16 MiB)
 GRADIENT, LEFT, RIGHT, RESULT, SUM = range(5)  # what a place is for: no two copies that live at once share one
 
 
 class _Places(threading.local):
-    """The places of this thread. Whoever takes one is done with it before anything else of this module runs in the thread."""
+    """The places of this thread. Whoever takes one is done with it before anything else of this module runs in the thread.
+
+    kinds: what counts as a plain tensor. modes: how many dispatch modes only look on. Both are others while a step is walked through.
+    """
 
     def __init__(self) -> None:
         self.of: dict[int, Tensor] = {}
+        self.kinds: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
+        self.modes = 0
 
 
 _places = _Places()
@@ -30,9 +37,29 @@ _places = _Places()
 
 def plain(*tensors: Tensor) -> bool:
     """Whether these are just numbers in memory that nobody watches: no subclass, and no mode that would see, replace or keep what is made of them."""
-    if torch._C._len_torch_dispatch_stack() or not all(type(t) in (Tensor, nn.Parameter) for t in tensors):
+    if torch._C._len_torch_dispatch_stack() > _places.modes or not straight(*tensors):
         return False
     return torch._C._len_torch_function_stack() == 0 or not torch._C._is_torch_function_mode_enabled() or all(map(_ours, _modes()))
+
+
+def straight(*tensors: Tensor) -> bool:
+    """Whether these are torch's own tensors and parameters, and of no subclass."""
+    kinds = _places.kinds
+    return all(type(t) in kinds for t in tensors)
+
+
+class WalkedThrough:
+    """The block in which this thread walks through a step on fake tensors: they count as plain ones, and places are the block's own.
+
+    To be entered inside the modes that look on.
+    """
+
+    def __enter__(self) -> None:
+        self._before = (_places.of, _places.kinds, _places.modes)
+        _places.of, _places.kinds, _places.modes = {}, (*_places.kinds, FakeTensor), torch._C._len_torch_dispatch_stack()
+
+    def __exit__(self, *_: Any) -> None:
+        _places.of, _places.kinds, _places.modes = self._before
 
 
 _BATCH: Any = torch._C._parse_dispatch_key("Batched")

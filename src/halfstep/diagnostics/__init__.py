@@ -1,5 +1,8 @@
 """Questions that can be asked of a model: what is wrong with this batch, what may go wrong with this model."""
 
+from halfstep.diagnostics.memory import measure as measure
+from halfstep.diagnostics.memory import memory as memory
+from halfstep.diagnostics.memory_plan import MemoryPlan as MemoryPlan
 from halfstep.diagnostics.plan import plan as plan
 from halfstep.diagnostics.planned import Plan as Plan
 from halfstep.diagnostics.reading import read_run as read_run

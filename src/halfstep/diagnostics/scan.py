@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from halfstep.amp import layout
 from halfstep.amp.as_written import as_written
 from halfstep.amp.rehearsal import Rehearsal
 from halfstep.diagnostics.ranking import ranked
-from halfstep.diagnostics.trace import _line, _of_error, has_masters, loss_in, named
+from halfstep.diagnostics.trace import _line, _of_error, called, has_masters, loss_in, named
 from halfstep.diagnostics.under import under
 from halfstep.errors import ConfigError
 from halfstep.optim import master_of
@@ -107,7 +107,7 @@ def _run(model: nn.Module, batch: Any, detectors: list[Detector]) -> _Looked:
     with Rehearsal([model], batch), as_written, torch.inference_mode(False), torch.no_grad():
         try:
             with seen:
-                outputs = _forward(model, batch)
+                outputs = called(model, batch)
                 result = loss_in(outputs)
                 births.blame([result] if result is not None else [*named(outputs).values()])
                 loss = float(result) if result is not None else None
@@ -119,12 +119,6 @@ def _run(model: nn.Module, batch: Any, detectors: list[Detector]) -> _Looked:
     born = births.findings()
     findings += [] if born else births.products.findings()
     return findings, born, Trace((), loss, births.products.closest, "" if error is None else _line(error), seen.events)
-
-
-def _forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def _kept_tables(model: nn.Module, policy: Policy | None) -> list[Finding]:

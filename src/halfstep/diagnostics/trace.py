@@ -160,20 +160,8 @@ class _Run:
         if self.call is not None:
             outputs = self.call()
             return outputs, loss_in(outputs)
-        batch = self.batch
-        if isinstance(batch, Mapping):
-            outputs = self.model(**batch)
-        elif isinstance(batch, tuple | list):
-            outputs = self.model(*batch)
-        else:
-            outputs = self.model(batch)
-        if self.loss is None:
-            return outputs, loss_in(outputs)
-        result = self.loss(outputs, batch) if _takes_two(self.loss) else self.loss(outputs)
-        if not isinstance(result, Tensor) or result.numel() != 1:
-            shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-            raise ConfigError(f"loss= gave {shape}, and a backward pass needs one number", "Let it return the mean or the sum.")
-        return outputs, result
+        outputs = called(self.model, self.batch)
+        return outputs, loss_in(outputs) if self.loss is None else _given(self.loss, outputs, self.batch)
 
     def _backward(self, result: Tensor, scale: float) -> list[Tensor]:
         """The gradients of the leaves that the loss reaches, made without a trace on them."""
@@ -233,6 +221,31 @@ def loss_in(outputs: Any) -> Tensor | None:
     if found is None and isinstance(outputs, tuple | list) and outputs and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
         found = outputs[0]
     return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    """What a model gives for a batch: a mapping goes to model(**batch), a tuple or list to model(*batch), anything else to model(batch)."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def loss_of(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> Tensor:
+    """The loss of a batch, with nothing else of the outputs held. Raises ConfigError where there is none."""
+    outputs = called(model, batch)
+    found = loss_in(outputs) if loss is None else _given(loss, outputs, batch)
+    if found is None:
+        raise ConfigError(f"the model gave a {type(outputs).__name__} with no loss in it", "Pass loss=f with f(outputs, batch) a scalar.")
+    return found
+
+
+def _given(loss: Callable[..., Tensor], outputs: Any, batch: Any) -> Tensor:
+    """What a loss function gives."""
+    result = loss(outputs, batch) if _takes_two(loss) else loss(outputs)
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        raise ConfigError(f"loss= gave {shape}, and a backward pass needs one number", "Let it return the mean or the sum.")
+    return result
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

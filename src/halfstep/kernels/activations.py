@@ -19,6 +19,7 @@ from halfstep.kernels.scalar import bf16_nearest, bf16_value, fp16_nearest, fp16
 from halfstep.numerics import activations as plain
 from halfstep.numerics.blocks import BLOCK
 from halfstep.numerics.noise import GOLDEN
+from halfstep.numerics.standins import is_shape
 
 FP32, BF16, FP16 = range(3)
 INT8, FP8 = range(2)
@@ -202,6 +203,8 @@ def pack(x: Tensor, kind: str, seed: int = 0) -> tuple[Tensor, Tensor]:
     """`halfstep.numerics.activations.pack` of a contiguous tensor on the CPU, taken flat in the order of memory."""
     codes = torch.empty(x.numel(), dtype=torch.uint8)
     scales = torch.empty(-(-x.numel() // BLOCK), dtype=x.dtype)
+    if is_shape(x):
+        return codes, scales
     form = FORMS[x.dtype]
     about = (form, KINDS[kind], x.data_ptr(), codes.data_ptr(), scales.data_ptr(), x.numel(), u32(plain.keys(seed)), SMALLEST[form])
     _share(scales.numel(), lambda first, last: pack_blocks(*about, np.empty(5 * BLOCK + 16, np.float32), first, last))
@@ -211,6 +214,8 @@ def pack(x: Tensor, kind: str, seed: int = 0) -> tuple[Tensor, Tensor]:
 def unpack(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
     """`halfstep.numerics.activations.unpack` on the CPU."""
     out = torch.empty(codes.numel(), dtype=scales.dtype)
+    if is_shape(codes):
+        return out
     form = FORMS[scales.dtype]
     about = (form, KINDS[kind], codes.data_ptr(), scales.data_ptr(), out.data_ptr(), codes.numel(), SMALLEST[form])
     _share(scales.numel(), lambda first, last: unpack_blocks(*about, np.empty(2 * BLOCK, np.float32), first, last))

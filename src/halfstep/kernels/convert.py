@@ -16,6 +16,7 @@ from torch import Tensor
 from halfstep.kernels import loops, pool
 from halfstep.kernels.codes import BLOCK, FORMATS, SPLIT24, STOCHASTIC, STORAGES
 from halfstep.kernels.compile import compiled, floats, halves, naturals, signed_bytes, unsigned_bytes
+from halfstep.numerics.standins import is_shape
 
 CHUNK = 1 << 16  # elements that one thread works on in turn: a multiple of the block of 128 that shares a scale
 FIRST, SECOND = 0, 1
@@ -84,6 +85,8 @@ def takes(*tensors: Tensor | None) -> bool:
 def read_weight(weight: Tensor, storage: str, residual: Tensor | None) -> Tensor:
     """The fp32 master of a 16-bit weight: a new tensor, as `Storage.read` gives it."""
     out = torch.empty(weight.shape, dtype=torch.float32)
+    if is_shape(weight):
+        return out
     about = (STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), _at(residual), out.data_ptr())
     _share(weight.numel(), lambda begin, end: unpack_weight(*about, begin, end))
     return out
@@ -91,6 +94,8 @@ def read_weight(weight: Tensor, storage: str, residual: Tensor | None) -> Tensor
 
 def write_weight(values: Tensor, weight: Tensor, storage: str, residual: Tensor | None, keys: tuple[int, int]) -> None:
     """Put fp32 `values` into a 16-bit weight and its residual, in place, with the noise of these keys."""
+    if is_shape(weight):
+        return
     about = (STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), _at(residual), values.data_ptr(), *map(np.uint32, keys))
     _share(weight.numel(), lambda begin, end: pack_weight(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
 
@@ -98,6 +103,8 @@ def write_weight(values: Tensor, weight: Tensor, storage: str, residual: Tensor 
 def decode_state(codes: Tensor, scales: Tensor | None, role: str, shape: torch.Size) -> Tensor:
     """A bf16 or int8 state (with scales) as a new fp32 tensor of this shape."""
     out = torch.empty(shape, dtype=torch.float32)
+    if is_shape(codes):
+        return out
     about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), out.data_ptr())
     _share(codes.numel(), lambda begin, end: unpack_state(*about, begin, end))
     return out
@@ -111,6 +118,8 @@ def encode_state(values: Tensor, role: str, codec: str, keys: tuple[int, int]) -
     else:
         codes = torch.empty(count, dtype=torch.int8 if role == "first" else torch.uint8)
         scales = torch.empty(-(-count // BLOCK), dtype=torch.float32)
+    if is_shape(values):
+        return codes, scales
     about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), values.data_ptr(), *map(np.uint32, keys))
     _share(count, lambda begin, end: pack_state(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
     return codes, scales

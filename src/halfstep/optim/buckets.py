@@ -59,7 +59,7 @@ class StandIn:
         p, stand = self.p, self.tensor
         master = master_of(p)
         values = p.detach() if p.dtype not in HALF else _strided_as(p, p.detach().float() if master is None else master.read())
-        taken = 0 if values.data_ptr() == p.data_ptr() else values.nbytes
+        taken = 0 if _same_place(values, p) else values.nbytes
         stand.data = values
         stand.requires_grad_(p.requires_grad)
         if p.grad is not None:
@@ -81,7 +81,7 @@ class StandIn:
         master = master_of(p)
         if master is not None:
             master.write(stand.detach(), noise(self.number))
-        elif p.dtype in HALF or stand.data_ptr() != p.data_ptr():
+        elif p.dtype in HALF or not _same_place(stand, p):
             p.detach().copy_(stand.detach())
         elif moved:
             increment_version(p)
@@ -259,6 +259,11 @@ def _ends(costs: Sequence[int], limit: int | None) -> list[int]:
             total = 0
         total += size
     return [*ends, len(costs)]
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin in the same memory; told without asking for an address, which a fake tensor has not."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def _strided_as(p: Tensor, values: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from halfstep.errors import ConfigError, suggest
 from halfstep.kernels import weight_kernels
 from halfstep.numerics import Noise
+from halfstep.numerics.standins import asked
 from halfstep.optim.storage import STORAGES, Storage, draw
 
 HALF = (torch.float16, torch.bfloat16)
@@ -215,7 +216,7 @@ def attach(p: Tensor, storage: str = "split", dtype: torch.dtype | None = None) 
             f"{storage} masters were asked for a {dtype_name(p.dtype)} parameter" + (f" cast to {dtype_name(target)}" if target is not None else ""),
             "Name a 16-bit dtype and one of split, split24, kahan, stochastic, plain.",
         )
-    if target == torch.float16 and bool((p.detach().abs() > LARGEST_FP16).any()):
+    if target == torch.float16 and asked(p, lambda values: bool((values.abs() > LARGEST_FP16).any()), False):
         raise ConfigError(
             f"a parameter of shape {tuple(p.shape)} has weights of a magnitude above 2^15, and a step could take them out of fp16's range",
             "Keep it in fp32 (fp32=PATTERN in the precision), or use bf16.",

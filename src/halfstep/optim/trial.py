@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.numerics import Noise
+from halfstep.numerics.standins import for_real
 from halfstep.optim.buckets import Buckets, loose
 from halfstep.optim.codec import Role
 from halfstep.optim.copies import PLAIN, bare_step, copied, same
@@ -67,7 +68,7 @@ class AsTheyAre:
 
 def tried(optimizer: Optimizer) -> Trial:
     """Try it. Nothing of the optimizer, its parameters or the random states is changed."""
-    with _untouched(optimizer), warnings.catch_warnings(), torch.random.fork_rng(devices=_gpus(optimizer)):
+    with for_real(), _untouched(optimizer), warnings.catch_warnings(), torch.random.fork_rng(devices=_gpus(optimizer)):
         warnings.simplefilter("ignore")
         try:
             whole = _run(optimizer, lambda tiny: None)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from halfstep.amp.recompute import recompute_blocks
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.neftune import add_noise, input_embeddings
-from halfstep.trainer.recompute import recompute_blocks
 from halfstep.trainer.releasing import end_release
 
 logger = logging.getLogger("halfstep")

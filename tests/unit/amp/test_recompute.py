@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from halfstep import Accelerator
+from halfstep.amp.recompute import recompute_blocks, repeated_blocks
 from halfstep.errors import ConfigError
-from halfstep.trainer.recompute import recompute_blocks, repeated_blocks
 
 PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-lean", "fp16-lean", "bf16-true", "fp16-true"]
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, suggest
+from halfstep.numerics.standins import is_shape
 
 SETTINGS = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"})
 WHOLE = frozenset({"every_n_layers", "offload"})  # what transformers models know beside these
@@ -63,7 +64,7 @@ def recompute_blocks(model: nn.Module, settings: Mapping[str, Any] | None = None
     changed = [(block, block.__dict__.get("forward")) for block in blocks.values()]
     ours = []
     for block in blocks.values():
-        block.forward = MethodType(_wrapped(block.forward, chosen, on), block)
+        block.forward = MethodType(_wrapped(block, chosen, on), block)
         ours.append(block.__dict__["forward"])
 
     def undo() -> None:
@@ -125,13 +126,17 @@ def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
     return (args, {"use_cache": False, **kwargs}) if model.training else None
 
 
-def _wrapped(forward: Callable[..., Any], settings: Mapping[str, Any], on: list[bool]) -> Callable[..., Any]:
-    """A forward method that keeps its inputs only."""
+def _wrapped(block: nn.Module, settings: Mapping[str, Any], on: list[bool]) -> Callable[..., Any]:
+    """A forward method for a block that keeps its inputs only."""
+    forward: Any = block.forward
     from torch.utils.checkpoint import checkpoint
 
     learnt: dict[int, tuple[str, ...]] = {}  # of each block, the buffers that a forward pass changes
+    function, given = getattr(forward, "__func__", forward), forward
+    own = getattr(forward, "__self__", None) is block
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = MethodType(function, self) if own else given  # a copy of the block runs its own
         if not on or not self.training or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if settings["use_reentrant"] or "context_fn" in settings or torch.compiler.is_compiling() or next(self.buffers(), None) is None:
@@ -141,13 +146,12 @@ def _wrapped(forward: Callable[..., Any], settings: Mapping[str, Any], on: list[
         outputs = checkpoint(forward, *args, context_fn=lambda: (nullcontext(), _Again(self, held)), **settings, **kwargs)
         if known is None:
             now = dict(self.named_buffers())
-            learnt[id(self)] = tuple(name for name, b in held.items() if name not in now or not torch.equal(b, now[name]))
+            learnt[id(self)] = tuple(name for name, b in held.items() if name not in now or is_shape(b) or not torch.equal(b, now[name]))
             for name in set(held) - set(learnt[id(self)]):
                 del held[name]
         return outputs
 
-    function = getattr(forward, "__func__", None)
-    return functools.wraps(function)(run) if function is not None else run
+    return functools.wraps(function)(run) if function is not given else run
 
 
 class _Again(AbstractContextManager[None]):
