@@ -49,7 +49,7 @@ def straight(*tensors: Tensor) -> bool:
 
 
 class WalkedThrough:
-    """The block in which this thread walks through a step on fake tensors: they count as plain ones, and places are the block's own.
+    """The block in which this thread walks through a step on fake tensors, or counts a real one: fakes are plain, and places the block's own.
 
     To be entered inside the modes that look on.
     """

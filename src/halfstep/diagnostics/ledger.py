@@ -6,7 +6,7 @@ such is computed, so that a model goes the way that it would go with this batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.amp.ops import HALF
 from halfstep.amp.rehearsal import written
-from halfstep.diagnostics.blocks import Block, Timeline
+from halfstep.diagnostics.blocks import TEMPORARY, Block, Timeline
 
 aten = torch.ops.aten
 KNOWN = 1 << 20  # elements up to which numbers that are known are computed with
@@ -56,6 +57,13 @@ def _alone(t: Tensor) -> bool:
     return t._use_count() == 4 and torch._C._storage_Use_Count(t.untyped_storage()._cdata) == 2  # type: ignore[attr-defined]
 
 
+def _workspace(func: Any, args: Any) -> int:
+    """Bytes that a kernel is known to take for itself, beside small ones: oneDNN adds up gradients of 16-bit convolutions' weights in fp32."""
+    if func is not aten.convolution_backward.default or args[2].device.type != "cpu" or args[2].dtype not in HALF:
+        return 0
+    return 4 * args[2].numel()
+
+
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The block in which a step is walked through. To be entered inside `fake`.
 
@@ -87,12 +95,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._of.get(memory_of(t) or 0)
         return found[1] if found is not None else None
 
+    def blocks(self, given: Iterable[Tensor]) -> list[Block]:
+        """Those of several tensors."""
+        return [found for found in map(self.block, given) if found is not None]
+
     def adopt(self, t: Tensor, kind: str) -> None:
         """Count a tensor that was there before, or call its block by a kind."""
         found = self.block(t) or self._note(t)
         while found is not None:
             found.kind = kind
             found = found.follows
+
+    def forget_kinds(self) -> None:
+        """What blocks were called in a step that settles things counts no more."""
+        for block in self.timeline.blocks:
+            block.kind = TEMPORARY
 
     def leave_out(self, value: Any) -> None:
         """Do not count the tensors in a value: they are the caller's own."""
@@ -136,7 +153,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 block = self._note(t)
                 if into is not None and block is not None:
                     self._goes_on(into, block)
+        self._work_in(_workspace(func, args))
         return result
+
+    def _work_in(self, count: int) -> None:
+        """What a kernel takes for itself while it runs."""
+        if count:
+            born = self.tick()
+            self.timeline.blocks.append(Block(count, born, self.tick()))
 
     def _goes_on(self, old: Tensor, new: Block) -> None:
         """What an op has made stands for an addition in place: one block ends as the other begins."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import optim
-from halfstep.amp import GradScaler, backward_context, bind, bound_policy, products_of
+from halfstep.amp import GradScaler, backward_context, bind, bound_policy, products_of, recycled, scratch
 from halfstep.amp.recompute import recompute_blocks
 from halfstep.amp.rehearsal import random_states
 from halfstep.diagnostics.blocks import Block, Timeline, call
@@ -150,7 +150,8 @@ def _on_cpu(step: Step) -> tuple[Walked, tuple[str, ...]]:
         with record_function(f"{MARK}{name}"):
             pass
 
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    # memory that is used again: the run's own, and not what other runs of this thread have left
+    with _quiet(), scratch.WalkedThrough(), recycled.WalkedThrough(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         taken = _Run(step)
         for _ in range(taken.warm):
             taken.take(lambda name, note: None)

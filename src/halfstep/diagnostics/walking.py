@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,8 @@ def _walk(step: Step, fake: FakeTensorMode, ledger: Ledger) -> Walked:
         bind(model, step.policy, step.device)
     model.train(step.model.training)
     with modules_told(model, ledger):
-        _pass(model, batch, step, ledger, 0, 1)  # what the first step settles: weights in 16 bits, memory that is used again
+        _pass(model, batch, replace(step, accumulate=1), ledger, 0)  # what the first step settles: weights in 16 bits, memory that is used again
+    ledger.forget_kinds()
     _clear(model)
     optimizer = optimizer_for(step.optimizer, model.parameters(), step.policy)
     for p in model.parameters():
@@ -114,7 +115,7 @@ def _walk(step: Step, fake: FakeTensorMode, ledger: Ledger) -> Walked:
     with modules_told(model, ledger), _releasing(model, step.released) as release:
         for number in range(step.accumulate):
             release(number == step.accumulate - 1)
-            forward.append(_pass(model, batch, step, ledger, number, step.accumulate))
+            forward.append(_pass(model, batch, step, ledger, number))
     backward = ledger.tick()
     if not takes_nothing(optimizer) and not step.released:
         with torch.no_grad():
@@ -123,20 +124,18 @@ def _walk(step: Step, fake: FakeTensorMode, ledger: Ledger) -> Walked:
     return Walked(ledger.timeline, begin, tuple(forward), backward, end, type(getattr(optimizer, "optimizer", optimizer)).__name__)
 
 
-def _pass(model: nn.Module, batch: Any, step: Step, ledger: Ledger, number: int, window: int) -> tuple[int, int]:
+def _pass(model: nn.Module, batch: Any, step: Step, ledger: Ledger, number: int) -> tuple[int, int]:
     """One micro-batch, forward and backward; the ticks at which the forward pass began and ended."""
     begin = ledger.tick()
     if not number:
         ledger.forget()
     ledger.remember(_block(torch.get_rng_state().nbytes, ledger, TEMPORARY))  # should the pass have to be run again
     value = loss_of(model, batch, step.loss)
-    if window > 1:
-        value = value / window
+    if step.accumulate > 1:
+        value = value / step.accumulate
     value = value if value.dtype not in HALF else value.float()
     end = ledger.tick()
-    for t in casts_in(value):
-        block = ledger.block(t)
-        call([block] if block is not None else [], "casts")
+    call(ledger.blocks(casts_in(value)), "casts")
     kept = [b for b in ledger.timeline.alive(end) if b.born > begin and b is not ledger.block(value) and not ledger.remembers(b)]
     call(kept, "activations")
     if number:
