@@ -164,9 +164,14 @@ def row(name: str, precision: str, checkpointed: bool) -> dict[str, Any]:
 
 
 def errors(predicted: MemoryPlan, found: MemoryPlan) -> dict[str, float]:
-    """How far a prediction is off, for the peak and each kind that counts; `temporary` as a share of the peak."""
+    """How far a prediction is off, for the peak and each kind that counts; `temporary` as a share of the peak.
+
+    That only where both are of one moment, and not of two peaks of about one height.
+    """
     off = {"peak": predicted.peak / found.peak - 1}
-    for kind in KINDS:
+    lasting = [sum(n for kind, n in plan.at_peak.items() if kind != "temporary") for plan in (predicted, found)]
+    same_moment = abs(lasting[0] - lasting[1]) <= REACH * found.peak
+    for kind in KINDS if same_moment else KINDS[:-1]:
         mine, theirs = getattr(predicted, kind), getattr(found, kind)
         if max(mine, theirs) >= COUNTS * found.peak:
             off[kind] = (mine - theirs) / (found.peak if kind == "temporary" else max(theirs, 1))

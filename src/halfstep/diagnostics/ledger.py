@@ -40,7 +40,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def memory_of(t: Tensor) -> int | None:
     """What tells the memory of a tensor from others while it is there; None for kinds without one memory (sparse)."""
-    return t.untyped_storage()._cdata if t.layout == torch.strided else None
+    return int(t.untyped_storage()._cdata) if t.layout == torch.strided else None
 
 
 def _added_to(func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -61,7 +61,7 @@ def _workspace(func: Any, args: Any) -> int:
     """Bytes that a kernel is known to take for itself, beside small ones: oneDNN adds up gradients of 16-bit convolutions' weights in fp32."""
     if func is not aten.convolution_backward.default or args[2].device.type != "cpu" or args[2].dtype not in HALF:
         return 0
-    return 4 * args[2].numel()
+    return 4 * int(args[2].numel())
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ def walking() -> bool:
 
 def for_real() -> AbstractContextManager[Any]:
     """The block in which tensors are made and computed although the thread walks through something on fake tensors."""
-    return _disable_current_modes() if walking() else nullcontext()  # type: ignore[no-any-return]
+    return _disable_current_modes() if walking() else nullcontext()
 
 
 def asked(t: Tensor, question: Callable[[Tensor], bool], unknown: bool) -> bool:

@@ -70,14 +70,19 @@ def agree(predicted: MemoryPlan, found: MemoryPlan, within: float = 0.05) -> Non
     """The peak and every kind of 1 % of it and more within a share; `temporary` as a share of the peak."""
     both = f"{predicted.as_dict()}\n{found.as_dict()}"
     assert predicted.peak == pytest.approx(found.peak, rel=within), both
-    for kind in KINDS:
+    lasting = [sum(n for kind, n in plan.at_peak.items() if kind != "temporary") for plan in (predicted, found)]
+    same_moment = abs(lasting[0] - lasting[1]) <= within * found.peak  # else there are two peaks of one height
+    for kind in KINDS if same_moment else KINDS[:-1]:
         mine, theirs = getattr(predicted, kind), getattr(found, kind)
         bound = found.peak * within if kind == "temporary" else max(theirs * within, 0.01 * found.peak)
         assert abs(mine - theirs) <= bound, f"{kind}\n{both}"
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", SUBJECTS)
+QUICK = {("gpt", "bf16-lean"), ("convolutions", "fp16-mixed"), ("net", "fp32"), ("gpt", "bf16-mixed")}
+CASES = [pytest.param(n, p, marks=() if (n, p) in QUICK else pytest.mark.slow) for n in SUBJECTS for p in PRECISIONS]
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_step_takes_what_was_told_before(name: str, precision: str) -> None:
     model, batch = SUBJECTS[name]()
     predicted = memory(model, batch, precision=precision, loss=mean, savings=False)
@@ -94,20 +99,23 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-lean"])
-@pytest.mark.parametrize("way", WAYS)
+SHORT = {("accumulated", "bf16-lean"), ("released", "bf16-lean"), ("a torch optimizer", "fp32")}
+MORE = [pytest.param(w, p, marks=() if (w, p) in SHORT else pytest.mark.slow) for w in WAYS for p in ("fp32", "bf16-lean")]
+
+
+@pytest.mark.parametrize(("way", "precision"), MORE)
 def test_so_it_does_with_other_optimizers_and_windows(way: str, precision: str) -> None:
-    model, batch = gpt()
+    model, batch = net()
     predicted = memory(model, batch, precision=precision, savings=False, **WAYS[way])
     agree(predicted, measure(model, batch, precision=precision, **WAYS[way]))
 
 
-@pytest.mark.parametrize("setting", ["recomputed", "int8", "chunked"])
+@pytest.mark.parametrize("setting", ["recomputed", *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8", "chunked"))])
 def test_what_is_set_on_a_model_is_followed(setting: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    size = {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 4000, "bos_token_id": 0, "eos_token_id": 0}
+    size = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 4000, "bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**size))
     ids = torch.randint(0, 4000, (4, 64))
     batch, precision = {"input_ids": ids, "labels": ids}, "bf16-mixed"
@@ -139,7 +147,7 @@ def test_the_model_and_random_states_are_left_as_they_were(look: Any) -> None:
     (model(batch) * 1).backward()
     model.last.eval()
     before, states = state_of(model), (torch.get_rng_state(), random.getstate(), batch.clone())
-    for precision in ("fp32", "bf16-lean", "bf16-true"):
+    for precision in ("bf16-lean", "bf16-true"):
         look(model, batch, precision=precision)
     after = state_of(model)
     assert all(torch.equal(a, b) for a, b in zip(before.pop("values").values(), after.pop("values").values(), strict=True))
@@ -207,7 +215,7 @@ def test_whole_numbers_are_looked_at() -> None:
     agree(part, measure(Masked(), (x, mask)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-lean", "bf16-lean,weights=split24", "bf16-true", "fp16-true"])
+@pytest.mark.parametrize("precision", ["bf16-lean,weights=split24", "bf16-true", "fp16-true"])
 def test_what_is_always_there_is_what_the_policy_counts(precision: str) -> None:
     from halfstep.diagnostics.stepping import sizes_of
 
