@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.amp import bound_policy
 from halfstep.amp.sizes import families_in, model_facts
-from halfstep.diagnostics.plan_advice import LOSS_WITHIN, Advice, Decision, Target, advise, choose
+from halfstep.diagnostics.plan_advice import LOSS_WITHIN, Advice, Decision, Target, advise, choose, gains
 from halfstep.diagnostics.plan_bytes import optimizer_of, predicted
 from halfstep.diagnostics.plan_rules import GROWTH, find_held, held_for_error, measure_reach, suspects
 from halfstep.diagnostics.plan_runs import Outcome, Task, gradient_errors, passes, running, scale_for, timed
@@ -70,8 +70,6 @@ def plan(
     fp32 = _fp32(task, tried, reference, (counted, group))
     tried = tried if fp32 is None else [fp32, *tried]
     tried = _timed(task, tried, rounds)
-    if fp32 is not None:
-        fp32 = tried[0]
     advice = advise(device, measured_rates(device.device), families_in(task.model))
     decision = _decide(tried, advice, device.memory_bytes, target, asked=len(wanted) == 1)
     chosen = decision.chosen
@@ -80,7 +78,7 @@ def plan(
         held=chosen.held,
         scale=chosen.scale,
         reasons=decision.reasons,
-        notes=(*chosen.unheld, *dict.fromkeys(reference.notes), *_notes(task, reference)),
+        notes=tuple(dict.fromkeys((*chosen.unheld, *reference.notes, *_notes(reference)))),
         tried=tuple(tried),
         ranges=values.ranges,
         growth=GROWTH,
@@ -258,20 +256,15 @@ def _decide(tried: Sequence[Tried], advice: Advice, memory: int, target: Target,
         return choose(tried, advice, memory, target)
     only = tried[-1]
     if not only.usable:
+        name = repr(only.precision)
         raise ConfigError(
-            f"{only.precision} cannot be planned for: {only.problem}", f"halfstep.trace(model, batch, precision={only.precision!r}) names the cause."
+            f"{only.precision} cannot be planned for: {only.problem}", f"halfstep.trace(model, batch, precision={name}) names the cause."
         )
-    fp32 = [t for t in tried if t.precision == "fp32" and t is not only]
-    return choose([*fp32, only], advice, memory, target) if not fp32 else Decision(only, _asked_for(only, fp32[0], advice))
+    fp32 = next((t for t in tried if t.precision == "fp32"), None)
+    return Decision(only, (f"it was asked for; the device's format is {advice}", *gains(only, fp32)))
 
 
-def _asked_for(only: Tried, fp32: Tried, advice: Advice) -> tuple[str, ...]:
-    from halfstep.diagnostics.plan_advice import gains
-
-    return (f"it was asked for; the device's format is {advice}", *gains(only, fp32))
-
-
-def _notes(task: Task, reference: Outcome) -> list[str]:
+def _notes(reference: Outcome) -> list[str]:
     """What could not be looked at."""
     if reference.backward:
         return []

@@ -67,7 +67,7 @@ class Decision:
 def choose(tried: Sequence[Tried], advice: Advice, memory_bytes: int, target: Target = "speed") -> Decision:
     """The precision to train in, of those that were tried.
 
-    One that was asked for alone is taken. Else, of those that can be used: for "speed" that in the device's format, unless the measured times of this
+    Of those that can be used: for "speed" that in the device's format, unless the measured times of this
     model say clearly otherwise; one in half the memory where it would not fit. For "memory" the one that takes the least.
     memory_bytes: of the device. Raises ConfigError when none can be used.
     """
@@ -77,8 +77,7 @@ def choose(tried: Sequence[Tried], advice: Advice, memory_bytes: int, target: Ta
         raise ConfigError(f"no precision can be used: {causes}", "halfstep.trace(model, batch, precision=...) names the first fault of one.")
     fp32 = next((t for t in tried if t.precision == "fp32"), None)
     if len(usable) == 1:
-        only = "it was asked for" if len(tried) == 1 or all(t is fp32 or t is usable[0] for t in tried) else "it is the only one that can be used"
-        return Decision(usable[0], (f"{only}; the device's format is {advice}", *gains(usable[0], fp32)))
+        return Decision(usable[0], (f"it is the only one that can be used; the device's format is {advice}", *gains(usable[0], fp32)))
     if target == "memory":
         least = min(usable, key=_takes)
         return Decision(least, (f"it takes the least memory, {bytes_text(_takes(least))}", *gains(least, fp32)))

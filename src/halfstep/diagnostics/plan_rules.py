@@ -32,17 +32,17 @@ def measure_reach(task: Task) -> Reach:
     """How far every value of the forward passes reaches in fp32. Time: some 50 us an op."""
     reach = Reach()
     with running(task, None):
-        _forward(task, [reach])
+        _forward(task, [reach], wide=True)
     return reach
 
 
-def _forward(task: Task, detectors: list[object]) -> None:
+def _forward(task: Task, detectors: list[object], wide: bool = False) -> None:
     """Every batch forward, without gradients, op by op before the eyes of detectors."""
     with as_written, torch.inference_mode(False), torch.no_grad():
         task.model.train()
         with Observation(task.model, detectors):  # type: ignore[arg-type]  # those of a plan give no findings
             for number_of_batch in range(len(task.batches)):
-                task.forward(number_of_batch)
+                task.forward(number_of_batch, wide)
 
 
 def find_held(task: Task, policy: Policy, reach: Reach) -> tuple[tuple[Held, ...], tuple[str, ...]]:
@@ -108,14 +108,19 @@ def _target(model: nn.Module, o: Offence) -> str:
     part = parts.get(o.module)
     if part is None:
         return o.module
-    outer = o.module.rpartition(".")[0]
-    if isinstance(parts.get(outer), nn.MultiheadAttention) and o.module:
-        return outer
+    if o.module and (called := _called(model, o.module)) != o.module:
+        return called
     composite = any(True for _ in part.children())
     if not composite or o.read or o.op in ("linear", "mm", "bmm", "matmul", "baddbmm", "conv", "einsum", "scaled_dot_product_attention"):
         return o.module
     inside = f"{o.module}." if o.module else ""
     return next((name for name in o.operands if name != o.module and name.startswith(inside) and name in parts), o.module)
+
+
+def _called(model: nn.Module, name: str) -> str:
+    """The module itself, or the attention that reads its weights and never calls it."""
+    outer = name.rpartition(".")[0]
+    return outer if outer and isinstance(model.get_submodule(outer), nn.MultiheadAttention) else name
 
 
 def _why(o: Offence, policy: Policy, by_part: bool) -> str:
@@ -127,7 +132,7 @@ def _why(o: Offence, policy: Policy, by_part: bool) -> str:
     if by_part:
         what = f"{o.module or 'the model'} ({o.op}{', ' + o.source if o.source else ''}) adds up its outputs to {number(value)}"
     else:
-        what = f"{'it is given values up to' if read else 'outputs reach'} {number(value)}"
+        what = f"{'it reads values up to' if o.read else 'it multiplies values up to' if read else 'outputs reach'} {number(value)}"
     room = "" if value > form.largest else f": a growth by {number(form.largest / value)} overflows, and {GROWTH:g} are allowed for"
     return f"{what}, {end}{room}"
 
@@ -184,9 +189,8 @@ def _large_weights(model: nn.Module, policy: Policy) -> list[Held]:
         own = [p for p in part._parameters.values() if p is not None and p.numel() and not p.is_meta]
         largest = max((float(p.detach().abs().amax()) for p in own), default=0.0)
         if name and largest > LARGEST_FP16:
-            found.append(
-                Held(name, type(part).__name__, f"weights reach {number(largest)}, and fp16 weights are kept up to 32,768", "range", largest)
-            )
+            who = _called(model, name)
+            found.append(Held(who, _kind(model, who), f"weights reach {number(largest)}, and fp16 weights are kept up to 32,768", "range", largest))
     return found
 
 
@@ -195,13 +199,8 @@ def _partners(model: nn.Module, policy: Policy, held: dict[str, Held]) -> list[s
     if not policy.whole:
         return []
     inside = {id(p) for name in held for p in model.get_submodule(name).parameters()}
-    return [
-        name
-        for name, part in model.named_modules()
-        if name
-        and any(p is not None and id(p) in inside for p in part._parameters.values())
-        and not any(f"{name}.".startswith(f"{h}.") for h in held)
-    ]
+    sharing = [name for name, part in model.named_modules() if name and any(id(p) in inside for p in part._parameters.values())]
+    return [_called(model, name) for name in sharing if not any(f"{name}.".startswith(f"{h}.") for h in held)]
 
 
 def _with_tied(model: nn.Module, policy: Policy, held: dict[str, Held]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp import backward_context, products_of
+from halfstep.amp import backward_context, products_of, upcast
 from halfstep.amp.as_written import as_written
 from halfstep.checkpoint import seed_everything
 from halfstep.diagnostics.plan_values import Values, off, sample
@@ -36,10 +36,11 @@ class Task:
     batches: Sequence[Any]
     loss: Callable[..., Tensor] | None
 
-    def forward(self, number: int) -> tuple[Any, Tensor | None]:
-        """Outputs and loss of one batch, with the random states of its number."""
+    def forward(self, number: int, wide: bool = False) -> tuple[Any, Tensor | None]:
+        """Outputs and loss of one batch, with the random states of its number. wide: 16-bit tensors of the batch are cast up."""
         seed_everything(SEED + number)
-        return _Run(self.model, self.batches[number], None, self.loss, None, None, False)._forward()
+        batch = upcast(self.batches[number]) if wide else self.batches[number]
+        return _Run(self.model, batch, None, self.loss, None, None, False)._forward()
 
     def untouched(self, writes: bool = True) -> AbstractContextManager[None]:
         """The block in which the model may be run, and after which it is what it was."""
@@ -76,12 +77,13 @@ def passes(task: Task, policy: Policy | None, values: Values, start: float | Non
         for number in range(len(task.batches)):
             values.begin()
             with saved if number == 0 and (policy is None or policy.activations == "full") else nullcontext():
-                outputs, loss = task.forward(number)
+                outputs, loss = task.forward(number, wide=policy is None)
             if loss is not None:
                 found.losses.append(float(loss.detach()))
             if loss is not None and loss.requires_grad:
                 _back(task, policy, spec, loss, found, start, first=number == 0)
             del outputs, loss
+    found.notes = list(dict.fromkeys(found.notes))
     found.bytes |= {"activations": saved.total} if saved.total else {}
     found.bytes |= _held_bytes(task.model)
     return found
@@ -130,7 +132,7 @@ def _scale(spec: LossScale, loss: Tensor, start: float | None, found: Outcome) -
         try:
             hopeless = calibrate(scaling, prober(loss, reached.leaves, None)) == "hopeless"
         except CannotProbe as error:
-            why = str(error).splitlines()[0]
+            why = str(error).splitlines()[0].partition(". ")[0]
         else:
             found.notes += [f"no loss scale keeps the gradients finite, not even {spec.floor:.0f}"] if hopeless else []
             return scaling.scale
@@ -237,7 +239,7 @@ def once(task: Task, policy: Policy | None, scale: float | None) -> float:
     weights = [p for p in task.model.parameters() if p.requires_grad]
     _wait(device)
     begun = time.perf_counter()
-    outputs, loss = task.forward(0)
+    outputs, loss = task.forward(0, wide=policy is None)
     if loss is not None and loss.requires_grad:
         with where:
             gradients(loss, weights, scale or 1.0)

@@ -158,22 +158,22 @@ class Narrow:
             far = at_product
         beyond = out.dtype == self._dtype and far.largest > self._end
         if beyond and key not in self._found:
-            read = cast and at_product is None and source not in ("", key[0])
+            read = cast and at_product is None and source is not None and source != key[0]
             places = tuple(dict.fromkeys(note.module for _, note in sorted(given, key=lambda pair: -pair[1].far)))
             self._found[key] = Offence(key[0], event.place.kind, event.op, key[1], far, hot, read, places)
         passes = cast or (is_product(event) and out.dtype != self._dtype)
-        self._notes.put(out, _Note(source if cast and source else key[0], far.made, beyond or (hot and passes)))
+        self._notes.put(out, _Note(source if source is not None else key[0], far.made, beyond or (hot and passes)))
 
-    def _far_of(self, event: Event, key: Key, given: list[tuple[Tensor, _Note]], cast: bool) -> tuple[Far, str]:
-        """How far a result reaches in fp32, and the module that it comes from where it is a cast."""
+    def _far_of(self, event: Event, key: Key, given: list[tuple[Tensor, _Note]], cast: bool) -> tuple[Far, str | None]:
+        """How far a result reaches in fp32, and the module that it comes from where it is a cast of what was made in this run."""
         if not cast:
-            return self._reach.of(key) or Far(), ""
+            return self._reach.of(key) or Far(), None
         source = event.inputs[-1] if event.inputs else event.outputs[0]
         note = next((note for t, note in given if t is source), None)
         if note is not None:
             return Far(0.0, note.far), note.module
         own = reach_of(source) if source.dtype not in HALF else 0.0  # a weight, a buffer, an input: what it holds is no result of this run
-        return Far(0.0, own), ""
+        return Far(0.0, own), None
 
     def _hand_on(self, out: Tensor, given: list[tuple[Tensor, _Note]]) -> None:
         if given:

@@ -81,6 +81,25 @@ def test_the_whole_fp16_stream_names_who_makes_and_who_reads() -> None:
     assert "ends at 65,504" in str(found).splitlines()[1]
 
 
+def test_an_attention_that_reads_its_weights_is_held_itself_and_norms_read_what_it_gives() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model.self_attn.out_proj.weight.data *= 1e6
+    data = [torch.randn(2, 5, 16)]
+    assert planned(model, "fp16-mixed", data).modules == ("self_attn",)
+    found = planned(model, "fp16-true", data)
+    assert found.modules == ("self_attn", "norm1", "norm2")
+    assert found.held[1].why.startswith("it reads values up to")
+
+
+def test_a_model_and_a_batch_that_are_fp16_have_fp32_to_compare_with() -> None:
+    found = planned(t5_like(1.0).half(), None, [{name: t.half() for name, t in batch.items()} for batch in batches()])
+    assert not found.candidate("fp32").usable
+    assert "16-bit" in found.candidate("fp32").problem
+    assert found.candidate("fp16-mixed").usable
+    assert 0 < (found.candidate("fp16-mixed").gradient_error or 0.0) < 0.01
+
+
 def test_a_sum_of_a_modules_own_code_holds_the_part_that_makes_it_fp32() -> None:
     found = planned(net(Sum()))
     (held,) = found.held
