@@ -10,8 +10,7 @@ import numpy as np
 
 from halfstep.reports.document import Answer, Answers, State
 from halfstep.reports.history import History
-from halfstep.reports.layers import views
-from halfstep.reports.numbers import count, number, scale, share
+from halfstep.reports.numbers import count, number, scale, sentence, share
 from halfstep.reports.series import Series, marks
 
 NOISE = 3.0  # standard errors that two ends of a curve must be apart
@@ -40,7 +39,7 @@ def did_it_train(run: History) -> Answer:
     if not np.isfinite(series.values[-1]):
         return Answer(question, "bad", f"No: the loss is {_kind(series)} at the end.", f"From step {number(last[-1].first)} on. {evaluated}".strip())
     if ended:
-        return Answer(question, "bad", "No: the run ended with DivergedError.", ended[-1].text)
+        return Answer(question, "bad", "No: the run ended with DivergedError.", sentence(ended[-1].text))
     first, final, error = _ends(good)
     path = f"from {number(first)} to {number(final)}"
     if len(good) < 2:
@@ -141,17 +140,17 @@ def _limits(run: History) -> tuple[list[str], list[str], bool]:
     """(what went beyond a limit, what came near one, whether anything was looked at)."""
     bad, watch = [], []
     for event in run.events_of("pinned", "nonfinite-loss"):
-        bad.append(event.text)
+        bad.append(sentence(event.text))
     pinned = [m for m in run.windows if m.get("pinned")]
     if not bad and pinned:
         bad.append(f"Held in fp32, because 16 bits do not hold them: {', '.join(str(n) for m in pinned for n in m['pinned'])}.")
     close = run.events_of("close")
     near = [str(m["near"]) for m in run.windows if m.get("near")]
     if close:
-        watch.append(close[-1].text)
+        watch.append(sentence(close[-1].text))
     elif near:
         watch.append(f"Within a factor of 2 of a limit, {count(len(near), 'record')}: {near[-1]}.")
-    for view in views(run.records.layers):
+    for view in run.views:
         if view.nonfinite:
             name, step = view.nonfinite
             bad.append(f"{view.kind.capitalize()} of {name or 'the model'} are not finite at step {number(step)}.")
@@ -176,7 +175,7 @@ def what_to_do(run: History, trained: Answer, lost: Answer, near: Answer) -> tup
     """Advice, most urgent first."""
     told: list[str] = []
     for event in run.events_of("diverged")[-1:]:
-        told.append(event.why or event.text)
+        told.append(sentence(event.why or event.text))
     if trained.state == "bad" and ("NaN" in trained.answer or "never finite" in trained.answer or "inf" in trained.answer):
         told.append("Find where it began: the first event below that names a culprit, then halfstep.trace(model, batch) on that batch.")
     elif trained.state == "bad" and "flat" in trained.answer:
@@ -218,7 +217,7 @@ def _about_numbers(run: History) -> list[str]:
         told.append("Updates round away: give 16-bit weights masters (weights=split, or a *-lean precision), or raise the learning rate.")
     if len(underflow) and underflow.values[-1] > UNDERFLOW:
         told.append("Gradients underflow fp16: scale=dynamic raises the loss scale, halfstep plan finds a start; bf16 needs none.")
-    worst = [view for view in views(run.records.layers) if view.measure == "overflow" and view.worst[0] > 0]
+    worst = [view for view in run.views if view.measure == "overflow" and view.worst[0] > 0]
     if worst and not any(event.why for event in run.events_of("pinned", "close")):
         view = max(worst, key=lambda v: v.worst[0])
         name = view.worst[1]

@@ -18,7 +18,7 @@ TITLES = {
     "loss": "Loss",
     "scale": "Loss scale",
     "norm": "Gradient norm",
-    "stalled": "Stalled updates",
+    "stalled": "Stalled updates and underflow",
     "rate": "Learning rate",
     "speed": "Speed",
 }

@@ -10,7 +10,7 @@ from typing import Any
 from halfstep.reports.document import Chart, Table
 from halfstep.reports.history import RATE, SPEED, History
 from halfstep.reports.numbers import count, number, scale, share, spark
-from halfstep.reports.series import EMPTY, Mark, Series, marks, rounded, rows_of, thinned, trend
+from halfstep.reports.series import EMPTY, MARKS, Mark, Series, marks, rounded, rows_of, thinned, trend
 
 PIXELS = 1400  # parts that a series is thinned to, in all runs of a chart together
 KINDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}
@@ -44,7 +44,7 @@ def charts(runs: Sequence[History]) -> list[Chart]:
 
 
 def _chart(plan: Plan, runs: Sequence[History]) -> Chart | None:
-    found = [(i, run, [s for s in plan.curves(run) if len(s)]) for i, run in enumerate(runs)]
+    found = [(i, run, [s for s in plan.curves(run) if len(s) > 1]) for i, run in enumerate(runs)]
     found = [entry for entry in found if entry[2]]
     if not found:
         return None
@@ -56,7 +56,8 @@ def _chart(plan: Plan, runs: Sequence[History]) -> Chart | None:
         for j, series in enumerate(curves)
         for trace in _traces(series, f"{run.name}: {series.name}" if several else series.name, i, j, parts, plan)
     ]
-    traces.sort(key=lambda trace: trace["meta"]["role"] == "bad")  # marks are drawn over all lines, and read after them
+    traces += [trace for i, run, _ in found for trace in _events(run, i, several)] if plan.steps else []
+    traces.sort(key=lambda trace: trace["meta"]["role"] in ("bad", "event"))  # marks are drawn over all lines, and read after them
     says = "\n".join(f"{run.name}: {plan.told(run, curves[0])}" if several else plan.told(run, curves[0]) for _, run, curves in found)
     positive = all((series.finite.values > 0).all() for _, _, curves in found for series in curves)
     axis = plan.axis if positive else "linear"  # a logarithmic axis would drop a 0 without a word
@@ -137,6 +138,20 @@ def _marked(name: str, kind: str, found: Sequence[Mark], role: Trace) -> Trace:
         {"type": "scatter", "mode": "lines+markers", "name": f"{name}: {KINDS[kind]}", "x": x, "y": [None if v is None else 0.04 for v in x]}
         | {"yaxis": "y2", "text": text, "hovertemplate": "%{text}<extra></extra>", "meta": role | {"role": "bad", "kind": kind}}
     )  # fmt: skip
+
+
+def _events(run: History, place: int, several: bool) -> list[Trace]:
+    """Marks for the steps that were lost and those that were run again."""
+    made = []
+    for kind, what in (("skipped", "lost"), ("replayed", "run again")):
+        steps = sorted({event.step for event in run.events_of(kind)})
+        if steps:
+            kept = steps if len(steps) <= MARKS else steps[:: -(-len(steps) // MARKS)]
+            name = f"{run.name}: {what}" if several else what
+            trace: Trace = {"type": "scatter", "mode": "markers", "name": name, "x": kept, "y": [0.04 if kind == "skipped" else 0.1] * len(kept)}
+            trace |= {"yaxis": "y2", "text": [f"step {step:,} was {what}" for step in kept], "hovertemplate": "%{text}<extra></extra>"}
+            made.append(trace | {"meta": {"role": "event", "run": place, "place": kind, "quiet": False, "kind": kind}})
+    return made
 
 
 def _table(plan: Plan, found: Sequence[tuple[int, History, list[Series]]], several: bool) -> Table:

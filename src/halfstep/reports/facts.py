@@ -11,7 +11,8 @@ from halfstep.reports.numbers import number, share, size
 
 CELL = 400  # characters of one value in a table of settings
 AUDIT_ROWS = 25
-WHOLE = ("peak", "process peak", "total")  # kinds that hold others
+PROCESS = "process peak"  # of the interpreter and all libraries too: a number of its own, and no bar beside tensors
+WHOLE = ("peak", PROCESS, "total")  # kinds that hold others
 OWN = ("output_dir", "run_name", "logging_dir")  # settings that tell two runs apart and change nothing
 
 
@@ -47,6 +48,7 @@ def memory(run: History, name: str) -> list[Block]:
     if not kinds:
         return []
     sides = {"measured": ledger.measured, "predicted": ledger.predicted}
+    shown = [k for k in kinds if k != PROCESS and any(side.get(k) for side in sides.values())]
     rows = []
     for kind in kinds:
         measured, predicted = ledger.measured.get(kind), ledger.predicted.get(kind)
@@ -54,8 +56,8 @@ def memory(run: History, name: str) -> list[Block]:
         rows.append((kind, size(predicted), size(measured), off))
     table = Table("Memory by kind", ("kind", "predicted", "measured", "predicted against measured"), tuple(rows), frozenset({1, 2, 3}), folded=True)
     bars = [
-        {"type": "bar", "orientation": "h", "name": side, "y": [k for k in kinds if k in found], "x": [found[k] for k in kinds if k in found]}
-        | {"customdata": [size(found[k]) for k in kinds if k in found], "hovertemplate": "%{y}: %{customdata}", "meta": {"role": "bar", "run": i}}
+        {"type": "bar", "orientation": "h", "name": side, "y": [k for k in shown if k in found], "x": [found[k] for k in shown if k in found]}
+        | {"customdata": [size(found[k]) for k in shown if k in found], "hovertemplate": "%{y}: %{customdata}", "meta": {"role": "bar", "run": i}}
         for i, (side, found) in enumerate(sides.items())
         if found
     ]
@@ -132,14 +134,37 @@ def _where(finding: Mapping[str, Any]) -> str:
 
 def plan(run: History) -> list[Block]:
     """What `halfstep plan` had said and what the run was told to hold in fp32. Nothing without either."""
-    blocks: list[Block] = []
-    if run.records.plan:
-        blocks.append(settings("The plan that the run followed", run.records.plan))
-    rules = _mappings(run.records.rules.get("fp32"))
+    found, blocks = run.records.plan, list[Block]()
+    if found.get("precision"):
+        told = [
+            f"The run followed a plan: {text(found['precision'])}" + (f", loss scale from {text(found['scale'])}." if found.get("scale") else ".")
+        ]
+        reasons = found.get("reasons")
+        blocks.append(Text((*told, *(map(text, reasons) if isinstance(reasons, list) else ()))))
+        tried = tuple(_tried(row) for row in _of(found, "tried"))
+        if tried:
+            columns = ("precision", "loss scale", "loss off by", "gradients off by", "seconds a step", "problem")
+            blocks.append(Table("What the plan had tried", columns, tried, frozenset({1, 2, 3, 4})))
+    rules = _of(run.records.rules, "fp32") or _of(found, "fp32")
     if rules:
         rows = tuple((text(r.get("module")), text(r.get("step")), text(r.get("why") or "")) for r in rules)
         blocks.append(Table("Modules held in fp32", ("module", "since step", "why"), rows, frozenset({1})))
     return blocks
+
+
+def _tried(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A precision that the plan had tried, as a row."""
+    seconds = row.get("seconds")
+    times = sorted(float(s) for s in seconds if isinstance(s, int | float)) if isinstance(seconds, list) else []
+    took = number(times[len(times) // 2]) if times else "–"
+    return (
+        text(row.get("precision")),
+        text(row.get("scale")),
+        _share(row.get("loss_error")),
+        _share(row.get("gradient_error")),
+        took,
+        text(row.get("problem") or ""),
+    )
 
 
 def environment(run: History) -> list[Block]:
@@ -150,7 +175,7 @@ def environment(run: History) -> list[Block]:
     about = {k: v for k, v in found.as_dict().items() if v not in ("", 0, (), [], {}, None)}
     if found.command:
         about["command"] = " ".join(found.command)
-    return [settings("Environment", about)]
+    return [settings("Where and with what it ran", about)]
 
 
 def configuration(run: History) -> list[Block]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.diagnostics.records import RunEvent, RunRecords
+from halfstep.reports.samples import View, views
 from halfstep.reports.series import EMPTY, Series, columns
 
 LOSS = ("loss", "train_loss", "train/loss", "training_loss")  # by the names of others too
@@ -96,6 +97,11 @@ class History:
     def events_of(self, *kinds: str) -> list[RunEvent]:
         """The events of some kinds, in order."""
         return [event for event in self.records.events if event.kind in kinds]
+
+    @cached_property
+    def views(self) -> list[View]:
+        """The maps of layers and steps."""
+        return views(self.records.layers)
 
     @property
     def policy(self) -> str:

@@ -69,3 +69,8 @@ def spark(values: Sequence[float], width: int = 48) -> str:
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     step = (high - low) / (len(BLOCKS) - 1)
     return "".join("✕" if not math.isfinite(m) else BLOCKS[round((m - low) / step) if step else 0] for m in means)
+
+
+def sentence(text: str) -> str:
+    """Text with a full stop at its end."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -193,3 +193,22 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(run, monkeypatc
     with pytest.raises(MissingExtraError, match=rf"{name}.*pip install 'halfstep\[report\]'"):
         halfstep.report(run)
     assert halfstep.report(run, format="markdown").exists(), "Markdown needs neither"
+
+
+def test_the_plan_that_a_run_followed_is_told(tmp_path):
+    run = write_run(tmp_path / "run", lines=5, samples=0)
+    held = {"module": "blocks.0", "step": None, "why": "outputs reach 3.1e5, fp16 ends at 65,504"}
+    tried = [{"precision": "fp16-mixed", "scale": 8192.0, "loss_error": 0.001, "gradient_error": None, "seconds": [0.3, 0.1, 0.2], "problem": ""}]
+    plan = {"plan": 1, "precision": "fp16-mixed", "scale": 8192.0, "fp32": [held], "reasons": ["fp16 suits this device"], "tried": tried}
+    (run / "plan.yaml").write_text(json.dumps(plan))
+    told = markdown(document([read_run(run)]))
+    assert "The run followed a plan: fp16-mixed, loss scale from 8,192." in told
+    assert "| fp16-mixed | 8,192 | 0.1 % | – | 0.2 |  |" in told
+    assert "| blocks.0 | – | outputs reach 3.1e5, fp16 ends at 65,504 |" in told
+
+
+def test_lost_steps_are_marked_on_the_scale(tmp_path):
+    events = [{"step": 3, "kind": "skipped", "text": "lost"}, {"step": 4, "kind": "replayed", "text": "again"}]
+    chart = next(c for c in document([read_run(write_run(tmp_path / "run", events=events))]).charts if c.name == "scale")
+    marked = {t["name"]: (t["x"], t["text"]) for t in chart.figure["data"] if t["meta"]["role"] == "event"}
+    assert marked == {"lost": ([3], ["step 3 was lost"]), "run again": ([4], ["step 4 was run again"])}
