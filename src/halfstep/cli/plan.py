@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
+from torch import nn
+
 from halfstep.cli.subject import Subject, from_target, from_training
 from halfstep.diagnostics.plan import plan
 from halfstep.diagnostics.plan_advice import Target
@@ -71,7 +73,7 @@ def _subject(target: str | None, rest: list[str], count: int) -> Subject:
     device = default_device(args.use_cpu)
     model = found.model.to(device)
     batches = [{name: t.to(device) for name, t in batch.items()} for batch in found.batches]
-    return Subject(found.name, model, batches, None, lambda _: make_optimizer(model, args), found.settings)
+    return Subject(found.name, model, batches, None, lambda parameters: make_optimizer(nn.ParameterList(parameters), args), found.settings)
 
 
 def _json(value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfstep.amp import bound_policy
 from halfstep.amp.sizes import families_in, model_facts
 from halfstep.diagnostics.plan_advice import LOSS_WITHIN, Advice, Decision, Target, advise, choose, gains
-from halfstep.diagnostics.plan_bytes import optimizer_of, predicted
+from halfstep.diagnostics.plan_bytes import Counted, counted_for, whole_step
 from halfstep.diagnostics.plan_rules import GROWTH, find_held, held_for_error, measure_reach, suspects
 from halfstep.diagnostics.plan_runs import Outcome, Task, gradient_errors, passes, running, scale_for, timed
 from halfstep.diagnostics.plan_text import share
@@ -62,12 +62,12 @@ def plan(
     wanted = _wanted(precision)
     task = Task(_checked(model), _batches(batches, count), loss)
     _check(target, rounds)
-    counted, group = optimizer_of(optimizer, task.model)
+    counted = counted_for(optimizer, task.model)
     device = probe(device_of(task.model))
     reach, values, reference = _reference(task)
     problems = {str(p): _refusal(task.model, p) for p in wanted}
-    tried = [_try(task, p, reach, values, reference, problems[str(p)], (counted, group)) for p in wanted]
-    fp32 = _fp32(task, tried, reference, (counted, group))
+    tried = [_try(task, p, reach, values, reference, problems[str(p)], counted) for p in wanted]
+    fp32 = _fp32(task, tried, reference, counted)
     tried = tried if fp32 is None else [fp32, *tried]
     tried = _timed(task, tried, rounds)
     advice = advise(device, measured_rates(device.device), families_in(task.model))
@@ -152,7 +152,7 @@ def _refusal(model: nn.Module, policy: Policy) -> str:
     return ""
 
 
-def _try(task: Task, policy: Policy, reach: Reach, values: Values, reference: Outcome, problem: str, counted: tuple[Any, Any]) -> Tried:
+def _try(task: Task, policy: Policy, reach: Reach, values: Values, reference: Outcome, problem: str, counted: Counted) -> Tried:
     """One precision: the modules that it needs in fp32, then all batches with them held."""
     name = str(policy)
     if policy.autocast == "fp32" or problem:
@@ -174,7 +174,7 @@ def _try(task: Task, policy: Policy, reach: Reach, values: Values, reference: Ou
         loss_error=_relative(outcome.loss, reference.loss),
         gradient_error=total,
         off=tuple(Off(module, e.outputs, by_module.get(module)) for module, e in seen.errors.items()),
-        predicted=predicted(task.model, final, *counted),
+        predicted=whole_step(task.model, final, counted, task.batches[0], task.loss),
         measured=outcome.bytes,
     )
     return replace(found, problem=_problem(found, outcome))
@@ -201,11 +201,12 @@ def _run(task: Task, policy: Policy, held: tuple[Held, ...], values: Values, sta
     return held, *look(held)
 
 
-def _of_fp32(task: Task, policy: Policy, reference: Outcome, counted: tuple[Any, Any]) -> Tried:
-    return Tried(str(policy), loss=reference.loss, loss_error=0.0, predicted=predicted(task.model, policy, *counted), measured=reference.bytes)
+def _of_fp32(task: Task, policy: Policy, reference: Outcome, counted: Counted) -> Tried:
+    bytes_ = whole_step(task.model, policy, counted, task.batches[0], task.loss)
+    return Tried(str(policy), loss=reference.loss, loss_error=0.0, predicted=bytes_, measured=reference.bytes)
 
 
-def _fp32(task: Task, tried: Sequence[Tried], reference: Outcome, counted: tuple[Any, Any]) -> Tried | None:
+def _fp32(task: Task, tried: Sequence[Tried], reference: Outcome, counted: Counted) -> Tried | None:
     """fp32 to compare with, where it was not asked for and the model could be trained in it; None else."""
     policy = parse("fp32")
     if any(t.precision == "fp32" for t in tried) or _refusal(task.model, policy):

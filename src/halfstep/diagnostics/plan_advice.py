@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from halfstep.diagnostics.plan_bytes import WALKED
 from halfstep.diagnostics.plan_text import bytes_text, ratio, share
 from halfstep.diagnostics.planned import Tried
 from halfstep.errors import ConfigError
@@ -123,7 +124,7 @@ def _times(one: Tried, fp32: Tried | None) -> str:
 
 
 def _takes(one: Tried) -> int:
-    return sum(count for kind, count in one.predicted.items() if kind != "activations")
+    return sum(count for kind, count in one.predicted.items() if kind not in WALKED)
 
 
 def clearly_faster(one: Tried, other: Tried | None) -> bool:
@@ -147,13 +148,17 @@ def gains(one: Tried, fp32: Tried | None) -> tuple[str, ...]:
             said.append(f"no difference in time to fp32 could be measured here: {times:.2f} of its time, and rounds differ by {share(noise)}")
     ours, theirs = _takes(one), _takes(fp32)
     if ours and theirs:
-        said.append(f"weights, gradients and states take {bytes_text(ours)}, in fp32 {bytes_text(theirs)}{_activations(one, fp32)}")
+        said.append(f"weights, gradients and states take {bytes_text(ours)}, in fp32 {bytes_text(theirs)}{_step(one, fp32)}")
     if one.loss_error is not None:
         off = f", the gradients by {share(one.gradient_error)}" if one.gradient_error is not None else ""
         said.append(f"on these batches the loss is off by {share(one.loss_error)} of fp32's{off}")
     return tuple(said)
 
 
-def _activations(one: Tried, fp32: Tried) -> str:
+def _step(one: Tried, fp32: Tried) -> str:
+    """What a whole step takes beside fp32's, where it was predicted, and the activations that were counted."""
+    said = ""
+    if one.predicted.get("peak") and fp32.predicted.get("peak"):
+        said += f"; a step at its peak {bytes_text(one.predicted['peak'])}, in fp32 {bytes_text(fp32.predicted['peak'])} (predicted)"
     ours, theirs = one.measured.get("activations", 0), fp32.measured.get("activations", 0)
-    return f"; activations {bytes_text(ours)}, in fp32 {bytes_text(theirs)} (measured)" if ours and theirs else ""
+    return said + (f"; activations {bytes_text(ours)}, in fp32 {bytes_text(theirs)} (measured)" if ours and theirs else "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.amp.discovery import owned, tables
+from halfstep.diagnostics.memory import memory
 from halfstep.diagnostics.under import device_of
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.policy import Policy, select, tensor_bytes
 from halfstep.policy.memory import name_of
 from halfstep.policy.policy import Castable
 
+logger = logging.getLogger("halfstep")
+WALKED = ("activations", "casts", "peak")
 KINDS = {"weight": "weights", "residual": "residuals", "gradient": "gradients", "states": "states"}
 
 
@@ -35,6 +39,31 @@ def optimizer_of(optimizer: Any, model: nn.Module) -> tuple[Any, dict[str, Any] 
         raise ConfigError(f"the states of the optimizer {shown} are not known", "Name one of torch's, or leave optimizer= out for AdamW.")
     groups = getattr(made, "param_groups", None)
     return made, dict(groups[0]) if groups else None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How bytes are counted: the optimizer as it was given, what is counted for it, and the settings of its groups."""
+
+    given: Any
+    optimizer: Any
+    group: dict[str, Any] | None
+
+
+def counted_for(optimizer: Any, model: nn.Module) -> Counted:
+    """How the bytes of a model trained with this optimizer are counted. Raises ConfigError for one whose states are not known."""
+    return Counted(optimizer, *optimizer_of(optimizer, model))
+
+
+def whole_step(model: nn.Module, policy: Policy, counted: Counted, batch: Any, loss: Callable[..., Any] | None) -> dict[str, int]:
+    """Bytes of a step by kind: those of `predicted`, and where the step can be walked through on shapes activations, casts, and all at its peak."""
+    found = predicted(model, policy, counted.optimizer, counted.group)
+    try:
+        step = memory(model, batch, precision=policy, optimizer=counted.given, loss=loss, savings=False).as_dict()
+    except (HalfstepError, RuntimeError, TypeError, ValueError) as error:  # it decides by numbers what to do, or gives no loss
+        logger.info("activations under %s were not predicted: %s", policy, error)
+        return found
+    return found | {kind: step[kind] for kind in WALKED if step[kind]}
 
 
 def predicted(model: nn.Module, policy: Policy, optimizer: Any, group: dict[str, Any] | None) -> dict[str, int]:

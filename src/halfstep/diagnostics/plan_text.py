@@ -56,7 +56,12 @@ def _row(one: Tried, reference: Tried | None) -> tuple[str, ...]:
     fp32 = one.precision == "fp32"
     shares = [("-" if e is None or fp32 else share(e)) for e in (one.loss_error, one.gradient_error)]
     base = reference.seconds if reference is not None else ()
-    return one.precision, str(len(one.held)) if not fp32 else "all", scale, *shares, times(one.seconds, base), bytes_text(sum(one.predicted.values()))
+    return one.precision, str(len(one.held)) if not fp32 else "all", scale, *shares, times(one.seconds, base), bytes_text(total(one))
+
+
+def total(one: Tried) -> int:
+    """Bytes of a step at its peak, or where that is not known of weights, gradients and states."""
+    return one.predicted.get("peak") or sum(one.predicted.values())
 
 
 def times(seconds: Sequence[float], base: Sequence[float]) -> str:
