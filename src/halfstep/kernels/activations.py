@@ -7,13 +7,13 @@ Loops over one block of 128 at a time, each a part of its own so that two format
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.kernels import codes as numbers
 from halfstep.kernels import pool, scalar
+from halfstep.kernels.codes import BF16, FORMATS, FP16, FP32
 from halfstep.kernels.compile import compiled, floats, halves, integers, part, unsigned_bytes
 from halfstep.kernels.scalar import bf16_nearest, bf16_value, fp16_nearest, fp16_value, random_word
 from halfstep.numerics import activations as plain
@@ -21,13 +21,11 @@ from halfstep.numerics.blocks import BLOCK
 from halfstep.numerics.noise import GOLDEN
 from halfstep.numerics.standins import is_shape
 
-FP32, BF16, FP16 = range(3)
 INT8, FP8 = range(2)
-FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 KINDS = {"int8": INT8, "fp8": FP8}
-CHUNK = 512  # blocks that one thread works on in turn
-BUFFERS = 4 * BLOCK  # fp32 numbers of working memory
-SMALLEST = np.array([plain.SMALLEST[dtype] for dtype in FORMS], np.float32)
+BLOCKS = pool.CHUNK // BLOCK  # that one thread works on in turn
+SMALLEST = {FORMATS[dtype]: np.float32(value) for dtype, value in plain.SMALLEST.items()}
+PARTS = (*scalar.PARTS, numbers.__file__, plain.__file__)
 
 i32, u32, f32, i64 = np.int32, np.uint32, np.float32, np.int64
 
@@ -195,8 +193,8 @@ def _unpack(form, kind, codes, scales, out, numel, smallest, space, first, last)
         _put(form, values, out, start, n)
 
 
-pack_blocks = compiled(_pack, scalar.__file__, plain.__file__)
-unpack_blocks = compiled(_unpack, scalar.__file__, plain.__file__)
+pack_blocks = compiled(_pack, *PARTS)
+unpack_blocks = compiled(_unpack, *PARTS)
 
 
 def pack(x: Tensor, kind: str, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -205,9 +203,9 @@ def pack(x: Tensor, kind: str, seed: int = 0) -> tuple[Tensor, Tensor]:
     scales = torch.empty(-(-x.numel() // BLOCK), dtype=x.dtype)
     if is_shape(x):
         return codes, scales
-    form = FORMS[x.dtype]
+    form = FORMATS[x.dtype]
     about = (form, KINDS[kind], x.data_ptr(), codes.data_ptr(), scales.data_ptr(), x.numel(), u32(plain.keys(seed)), SMALLEST[form])
-    _share(scales.numel(), lambda first, last: pack_blocks(*about, np.empty(5 * BLOCK + 16, np.float32), first, last))
+    pool.share_range(scales.numel(), BLOCKS, lambda first, last: pack_blocks(*about, np.empty(5 * BLOCK + 16, np.float32), first, last))
     return codes, scales
 
 
@@ -216,11 +214,7 @@ def unpack(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
     out = torch.empty(codes.numel(), dtype=scales.dtype)
     if is_shape(codes):
         return out
-    form = FORMS[scales.dtype]
+    form = FORMATS[scales.dtype]
     about = (form, KINDS[kind], codes.data_ptr(), scales.data_ptr(), out.data_ptr(), codes.numel(), SMALLEST[form])
-    _share(scales.numel(), lambda first, last: unpack_blocks(*about, np.empty(2 * BLOCK, np.float32), first, last))
+    pool.share_range(scales.numel(), BLOCKS, lambda first, last: unpack_blocks(*about, np.empty(2 * BLOCK, np.float32), first, last))
     return out
-
-
-def _share(blocks: int, work: Any) -> None:
-    pool.share(lambda piece: work(piece * CHUNK, min((piece + 1) * CHUNK, blocks)), -(-blocks // CHUNK))

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep.kernels import loops, pool
 from halfstep.kernels.codes import FORMATS, FP32, RESIDUALS, STORAGES
 from halfstep.kernels.compile import compiled, floats, halves, signed_bytes
-from halfstep.kernels.cpu import CHUNK, PIECES
+from halfstep.kernels.cpu import cut
 
 Entry = tuple[Tensor, str, Tensor | None, Tensor]  # weight, storage, residual, average
 
@@ -54,16 +54,13 @@ def takes(weight: Tensor, storage: str, residual: Tensor | None, average: Tensor
 def average(entries: Sequence[Entry], share: float) -> None:
     """average += share * (master - average) for every entry, in place. All of them as `takes` asks, and no entry twice."""
     rows = np.zeros((len(entries), 5), np.int64)
-    chunks = list[tuple[int, int, int]]()
     for t, (weight, storage, residual, old) in enumerate(entries):
         beside = 0 if residual is None else residual.data_ptr()
         rows[t] = STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), beside, old.data_ptr()
-        count = weight.numel()
-        chunks += [(t, begin, min(begin + CHUNK, count)) for begin in range(0, count, CHUNK)]
-    table, size = np.array(chunks, np.int64).reshape(-1, 3), -(-len(chunks) // PIECES)
+    chunks, ends = cut(tuple(weight.numel() for weight, *_ in entries))
 
     def work(piece: int) -> None:
         space = np.empty(loops.BUFFERS, np.float32)
-        follow(rows, table, np.float32(share), space, piece * size, min((piece + 1) * size, len(chunks)))
+        follow(rows, chunks, np.float32(share), space, ends[piece], ends[piece + 1])
 
-    pool.share(work, -(-len(chunks) // size) if size else 0)
+    pool.share(work, len(ends) - 1)

@@ -13,4 +13,5 @@ STATE_FP32, STATE_BF16, STATE_INT8, STATE_NONE = 0, 1, 2, 3  # codecs; STATE_NON
 FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 STORAGES = {"fp32": EXACT, "plain": EXACT, "split": SPLIT, "split24": SPLIT24, "kahan": KAHAN, "stochastic": STOCHASTIC}
 RESIDUALS = {"split": torch.int16, "split24": torch.int8}
-RULES = ("adamw", "sgd", "lion")
+ADAMW, SGD, LION = 0, 1, 2  # update rules
+RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION}

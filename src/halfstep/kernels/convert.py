@@ -7,8 +7,6 @@ The loops are those of `halfstep.kernels.loops`, so the bits are those of `halfs
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from halfstep.kernels.codes import BLOCK, FORMATS, SPLIT24, STOCHASTIC, STORAGES
 from halfstep.kernels.compile import compiled, floats, halves, naturals, signed_bytes, unsigned_bytes
 from halfstep.numerics.standins import is_shape
 
-CHUNK = 1 << 16  # elements that one thread works on in turn: a multiple of the block of 128 that shares a scale
 FIRST, SECOND = 0, 1
 
 
@@ -63,12 +60,17 @@ def _pack_state(role, codes, scales, source, key1, key2, space, begin, end):
                 loops._write_bf16_first(x, mixed, halves(codes, start, n))
             else:
                 loops._write_bf16_second(x, mixed, halves(codes, start, n))
+        elif role == FIRST:
+            m = floats(buffers, loops.M, n)
+            for i in range(n):
+                m[i] = x[i]
+            loops._write_first_int8(m8, places, key1, key2, start, n, buffers)
         else:
             m, v, root = floats(buffers, loops.M, n), floats(buffers, loops.V, n), floats(buffers, loops.ROOT, n)
             for i in range(n):
                 m[i] = v[i] = x[i]
                 root[i] = np.sqrt(x[i])
-            loops._write_int8(role == FIRST, role == SECOND, m8, places, v8, places, key1, key2, start, n, buffers)
+            loops._write_int8(False, True, m8, places, v8, places, key1, key2, start, n, buffers)
 
 
 unpack_weight = compiled(_unpack_weight, *loops.PARTS)
@@ -88,7 +90,7 @@ def read_weight(weight: Tensor, storage: str, residual: Tensor | None) -> Tensor
     if is_shape(weight):
         return out
     about = (STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), _at(residual), out.data_ptr())
-    _share(weight.numel(), lambda begin, end: unpack_weight(*about, begin, end))
+    pool.share_range(weight.numel(), pool.CHUNK, lambda begin, end: unpack_weight(*about, begin, end))
     return out
 
 
@@ -97,7 +99,7 @@ def write_weight(values: Tensor, weight: Tensor, storage: str, residual: Tensor 
     if is_shape(weight):
         return
     about = (STORAGES[storage], FORMATS[weight.dtype], weight.data_ptr(), _at(residual), values.data_ptr(), *map(np.uint32, keys))
-    _share(weight.numel(), lambda begin, end: pack_weight(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
+    pool.share_range(weight.numel(), pool.CHUNK, lambda begin, end: pack_weight(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
 
 
 def decode_state(codes: Tensor, scales: Tensor | None, role: str, shape: torch.Size) -> Tensor:
@@ -106,7 +108,7 @@ def decode_state(codes: Tensor, scales: Tensor | None, role: str, shape: torch.S
     if is_shape(codes):
         return out
     about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), out.data_ptr())
-    _share(codes.numel(), lambda begin, end: unpack_state(*about, begin, end))
+    pool.share_range(codes.numel(), pool.CHUNK, lambda begin, end: unpack_state(*about, begin, end))
     return out
 
 
@@ -121,13 +123,9 @@ def encode_state(values: Tensor, role: str, codec: str, keys: tuple[int, int]) -
     if is_shape(values):
         return codes, scales
     about = (FIRST if role == "first" else SECOND, codes.data_ptr(), _at(scales), values.data_ptr(), *map(np.uint32, keys))
-    _share(count, lambda begin, end: pack_state(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
+    pool.share_range(count, pool.CHUNK, lambda begin, end: pack_state(*about, np.empty(loops.BUFFERS, np.float32), begin, end))
     return codes, scales
 
 
 def _at(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _share(count: int, work: Any) -> None:
-    pool.share(lambda piece: work(piece * CHUNK, min((piece + 1) * CHUNK, count)), -(-count // CHUNK))

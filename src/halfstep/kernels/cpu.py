@@ -25,7 +25,6 @@ from halfstep.numerics import Settings
 
 Table = npt.NDArray[np.int64]
 
-CHUNK = 1 << 16  # elements that one thread works on in turn: a multiple of the block of 128 that shares a scale
 PIECES = 16  # that a call is cut into: enough to keep threads busy to the end when one of them is held up
 
 
@@ -46,8 +45,7 @@ class Plan:
         self._places = np.array([places(item) for item in self.items], dtype=np.int64).reshape(-1, 6)
         self._kinds = np.array([kinds(item) for item in self.items], dtype=np.int32).reshape(-1, 4)
         self._parameters = np.array([item.parameter & 0xFFFFFFFF for item in self.items], dtype=np.uint32)
-        self._chunks = _cut([item.weight.numel() for item in self.items])
-        self._ends = _pieces(self._chunks)
+        self._chunks, self._ends = cut(tuple(item.weight.numel() for item in self.items))
 
     def run(self, gradients: Sequence[Tensor | None], steps: Sequence[Settings], factor: float = 1.0, noise_step: int = 0) -> None:
         """One step of every item that has a gradient, by the rule's plain definition on fp32 numbers, in place on weights, residuals and states.
@@ -65,7 +63,7 @@ class Plan:
         chunks, ends, driver = self._chunks, self._ends, rules.DRIVERS[self.rule]
         if not addresses.all():
             chunks = chunks[addresses[chunks[:, 0]] != 0]
-            ends = _pieces(chunks)
+            ends = pieces(chunks)
 
         def work(piece: int) -> None:
             ends_here = ends[piece], ends[piece + 1]
@@ -90,7 +88,7 @@ def squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise ConfigError(f"squares of a {t.dtype} tensor on {t.device} were asked for", "Give dense fp32, bf16 or fp16 tensors on the CPU.")
     addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
     forms = np.array(formats, dtype=np.int32)
-    chunks, ends = _cut_and_parted(tuple([t.numel() for t in tensors]))
+    chunks, ends = cut(tuple([t.numel() for t in tensors]))
     sums, largest = np.zeros(len(chunks)), np.zeros(len(chunks), dtype=np.float32)
 
     def work(piece: int) -> None:
@@ -104,24 +102,19 @@ def squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=16)
-def _cut_and_parted(sizes: tuple[int, ...]) -> tuple[Table, list[int]]:
-    """Chunks of tensors of these sizes and where to part them: the same in every step of a model."""
-    chunks = _cut(sizes)
-    return chunks, _pieces(chunks)
+def cut(sizes: tuple[int, ...]) -> tuple[Table, list[int]]:
+    """Chunks of tensors of these sizes, rows of tensor, begin, end, and where to part them: the same in every step of a model."""
+    rows = [(i, begin, min(begin + pool.CHUNK, size)) for i, size in enumerate(sizes) for begin in range(0, size, pool.CHUNK)]
+    chunks = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return chunks, pieces(chunks)
 
 
-def _cut(sizes: Sequence[int]) -> Table:
-    """Chunks of tensors of these sizes: rows of tensor, begin, end."""
-    rows = [(i, begin, min(begin + CHUNK, size)) for i, size in enumerate(sizes) for begin in range(0, size, CHUNK)]
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-
-def _pieces(chunks: Table) -> list[int]:
+def pieces(chunks: Table) -> list[int]:
     """Where to part the rows of `chunks`, so that each piece has about as many elements: 0, ..., len(chunks)."""
     upto = np.cumsum(chunks[:, 2] - chunks[:, 1])
     if not len(upto):
         return [0]
-    size = max(int(upto[-1]) / PIECES, CHUNK / 2)
+    size = max(int(upto[-1]) / PIECES, pool.CHUNK / 2)
     goals = np.arange(1, int(upto[-1] / size) + 1) * size
     ends = np.searchsorted(upto, goals, side="left") + 1
     return sorted({0, len(chunks), *(int(end) for end in ends if end < len(chunks))})

@@ -2,7 +2,7 @@
 
 What is launched works on addresses in a table: tensors are checked once, when a `Plan` is made, and gradients at every run. Tensors are cut
 into chunks, one for each program; the cut changes no bit. Nothing here waits for the device: one copy from pinned memory tells it the
-addresses of gradients, the numbers of the step and the keys of its noise, and a factor or a verdict may be on the device alone.
+addresses of gradients, the numbers of the step and the keys of its noise.
 Under Triton's interpreter (TRITON_INTERPRET=1, before the first import) the same code runs on CPU tensors, slowly.
 """
 
@@ -56,8 +56,7 @@ TURNS = 8  # times that a program does so: finding out what to do takes about as
 WARPS = 4
 WIDE = 16  # bytes that a thread moves at once, where all addresses are multiples of it
 
-RULES = {rule: number for number, rule in enumerate(codes.RULES)}
-ADAMW, LION = tl.constexpr(RULES["adamw"]), tl.constexpr(RULES["lion"])
+ADAMW, LION = tl.constexpr(codes.ADAMW), tl.constexpr(codes.LION)
 STATE_NONE, NUMBERS = tl.constexpr(codes.STATE_NONE), tl.constexpr(ROW)
 
 
@@ -99,7 +98,7 @@ def _lion(p, g, m, numbers):
 
 @triton.jit
 def _stretch(
-    places, gradient, numbers, times, key1, key2, start, size,
+    places, gradient, numbers, factor, key1, key2, start, size,
     RULE: tl.constexpr, STORAGE: tl.constexpr, FORM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, GRADIENT: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +108,7 @@ def _stretch(
     at = tl.arange(0, BLOCKS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = start + at < size
     p = read_weight(weight, residual, start, at, inside, STORAGE, FORM, ALIGNED, MASKED)
-    g = read_values(gradient, start, at, inside, GRADIENT, ALIGNED, MASKED) * times
+    g = read_values(gradient, start, at, inside, GRADIENT, ALIGNED, MASKED) * factor
     m, v = g, g
     if FIRST != STATE_NONE:
         m = read_state(first, first_scales, start, at, inside, size, FIRST, True, ALIGNED, MASKED, BLOCKS)
@@ -131,32 +130,30 @@ def _stretch(
 
 @triton.jit
 def step_chunks(
-    places, sizes, gradients, keys, numbers, chunks, factor, bad,
+    places, sizes, gradients, keys, numbers, chunks,
     RULE: tl.constexpr, STORAGE: tl.constexpr, FORM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, GRADIENT: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """A step of many tensors that are alike; one program for each row of `chunks`: which tensor, which chunk of it. Nothing where `bad` is not 0.
+    """A step of many tensors that are alike; one program for each row of `chunks`: which tensor, which chunk of it.
 
     places [n, 6], sizes [n], gradients [n]: int64. keys [n, 2]: int32. numbers [n, 8]: fp32, see `rows.row`. chunks: int32.
-    factor, bad: fp32, one number each.
     """
-    if tl.load(bad) == 0.0:
-        chunk = chunks + 2 * tl.program_id(0)
-        t = tl.load(chunk).to(tl.int64)
-        begin = tl.load(chunk + 1).to(tl.int64) * (TURNS * BLOCKS * COLUMNS)
-        size = tl.load(sizes + t)
-        row = numbers + t * NUMBERS
-        times = tl.load(row) * tl.load(factor)
-        key1, key2 = tl.load(keys + 2 * t).to(tl.uint32, bitcast=True), tl.load(keys + 2 * t + 1).to(tl.uint32, bitcast=True)
-        gradient, own = tl.load(gradients + t), places + 6 * t
-        for turn in range(TURNS):
-            start = begin + turn * (BLOCKS * COLUMNS)
-            if start + BLOCKS * COLUMNS <= size:
-                _stretch(own, gradient, row, times, key1, key2, start, size,
-                         RULE, STORAGE, FORM, FIRST, SECOND, GRADIENT, ALIGNED, False, BLOCKS)  # fmt: skip
-            elif start < size:
-                _stretch(own, gradient, row, times, key1, key2, start, size,
-                         RULE, STORAGE, FORM, FIRST, SECOND, GRADIENT, ALIGNED, True, BLOCKS)  # fmt: skip
+    chunk = chunks + 2 * tl.program_id(0)
+    t = tl.load(chunk).to(tl.int64)
+    begin = tl.load(chunk + 1).to(tl.int64) * (TURNS * BLOCKS * COLUMNS)
+    size = tl.load(sizes + t)
+    row = numbers + t * NUMBERS
+    factor = tl.load(row)
+    key1, key2 = tl.load(keys + 2 * t).to(tl.uint32, bitcast=True), tl.load(keys + 2 * t + 1).to(tl.uint32, bitcast=True)
+    gradient, own = tl.load(gradients + t), places + 6 * t
+    for turn in range(TURNS):
+        start = begin + turn * (BLOCKS * COLUMNS)
+        if start + BLOCKS * COLUMNS <= size:
+            _stretch(own, gradient, row, factor, key1, key2, start, size,
+                     RULE, STORAGE, FORM, FIRST, SECOND, GRADIENT, ALIGNED, False, BLOCKS)  # fmt: skip
+        elif start < size:
+            _stretch(own, gradient, row, factor, key1, key2, start, size,
+                     RULE, STORAGE, FORM, FIRST, SECOND, GRADIENT, ALIGNED, True, BLOCKS)  # fmt: skip
 
 
 @triton.jit
@@ -240,37 +237,19 @@ class Plan:
         self._parameters = np.array([item.parameter & 0xFFFFFFFF for item in self.items], dtype=np.uint32)
         self._chunks = [np.stack((np.full(number, i), np.arange(number)), axis=1) for i, number in enumerate(map(_chunks_of, sizes))]
         self._places, self._sizes = _sent(where, self._device), _sent(np.array(sizes, dtype=np.int64), self._device)
-        self._nothing, self._one = torch.zeros(1, device=self._device), torch.ones(1, device=self._device)
         self._launches: tuple[bytes, list[_Launch]] = (b"", [])  # of the step before, and what told them from others
 
-    def run(
-        self,
-        gradients: Sequence[Tensor | None],
-        steps: Sequence[Settings],
-        factor: float | Tensor = 1.0,
-        noise_step: int = 0,
-        bad: Tensor | None = None,
-    ) -> None:
+    def run(self, gradients: Sequence[Tensor | None], steps: Sequence[Settings], factor: float = 1.0, noise_step: int = 0) -> None:
         """One step of every item that has a gradient, by the rule's plain definition on fp32 numbers, in place on weights, residuals and states.
 
         gradients: fp32, bf16 or fp16 in the shape and strides of the weights; multiplied by `factor` (clip coefficient over loss scale)
-        in fp32 as they are read. factor: a number, or an fp32 tensor of one element on the device, which is not read to the host. steps: the
-        settings of each item, of this plan's rule. The noise of item i is that of `Noise(seed, items[i].parameter, noise_step)`.
-        bad: fp32, one element on the device; where it is not 0 nothing is written (torch's `found_inf`), and the caller counts no step.
+        in fp32 as they are read. steps: the settings of each item, of this plan's rule. The noise of item i is that of
+        `Noise(seed, items[i].parameter, noise_step)`.
         Raises ConfigError, before anything is written, for a gradient that does not lie as its weight does and for settings of another rule.
         """
-        known, times = (1.0, factor) if isinstance(factor, Tensor) else (factor, None)
-        self.launch(*tables(self.items, self.rule, gradients, steps, known), noise_step, times, bad)
+        self.launch(*tables(self.items, self.rule, gradients, steps, factor), noise_step)
 
-    def launch(
-        self,
-        addresses: Table,
-        forms: npt.NDArray[np.int32],
-        scalars: npt.NDArray[np.float32],
-        noise_step: int,
-        factor: Tensor | None = None,
-        bad: Tensor | None = None,
-    ) -> None:
+    def launch(self, addresses: Table, forms: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], noise_step: int) -> None:
         """`run` without looking: addresses of gradients (0: none), their formats, the `row` of each item, and the step of the noise."""
         launches = self._alike(addresses, forms)
         if not launches:
@@ -282,10 +261,9 @@ class Plan:
         words[2 * n :] = np.ascontiguousarray(scalars, dtype=np.float32).view(np.int64).reshape(-1)
         sent = _sent(words, self._device)
         told = (self._places, self._sizes, sent[:n], sent[n : 2 * n].view(torch.int32), sent[2 * n :].view(torch.float32))
-        times, verdict = (self._one if factor is None else factor), (self._nothing if bad is None else bad)
         with _on(self._device):
             for launch in launches:
-                step_chunks[(len(launch.chunks),)](*told, launch.chunks, times, verdict, **launch.about, **OPTIONS)
+                step_chunks[(len(launch.chunks),)](*told, launch.chunks, **launch.about, **OPTIONS)
 
     def _alike(self, addresses: Table, forms: npt.NDArray[np.int32]) -> list[_Launch]:
         """What is to be launched: the same from step to step, as long as gradients are of the same formats."""
@@ -297,7 +275,7 @@ class Plan:
         for i in np.flatnonzero(addresses):
             found.setdefault((*self._kinds[i], int(forms[i]), bool(aligned[i])), []).append(self._chunks[i])
         names = ("STORAGE", "FORM", "FIRST", "SECOND", "GRADIENT", "ALIGNED")
-        fixed = {"RULE": RULES[self.rule], "BLOCKS": BLOCKS, "TURNS": TURNS}
+        fixed = {"RULE": codes.RULES[self.rule], "BLOCKS": BLOCKS, "TURNS": TURNS}
         launches = []
         for kind, parts in found.items():
             chunks = np.concatenate(parts).astype(np.int32)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from halfstep.kernels import codes
+from halfstep.numerics import noise as words
 from halfstep.numerics.blocks import LEAST, POSITIVE_LEVELS, SHORT, SIGNED_LEVELS
 
 FP32, BF16, FP16 = (tl.constexpr(code) for code in (codes.FP32, codes.BF16, codes.FP16))
@@ -25,6 +26,7 @@ STATE_FP32, STATE_BF16 = (tl.constexpr(code) for code in (codes.STATE_FP32, code
 COLUMNS = tl.constexpr(codes.BLOCK)
 _LEAST = tl.constexpr(LEAST)
 _REACH1, _REACH2 = tl.constexpr(SIGNED_LEVELS * SHORT), tl.constexpr(POSITIVE_LEVELS * SHORT)
+_HASH1, _HASH2, _STATES = tl.constexpr(words.FIRST), tl.constexpr(words.SECOND), tl.constexpr(words.STATES)
 _STEP1, _STEP2 = tl.constexpr(1 / SIGNED_LEVELS), tl.constexpr(1 / POSITIVE_LEVELS)
 
 
@@ -138,16 +140,16 @@ def random_word(key1, key2, place):
     """The 32 random bits of the element at `place`; all three uint32."""
     x = place ^ key1
     x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) ^ key2
+    x = (x * _HASH1) ^ key2
     x = x ^ (x >> 15)
-    x = x * 0x846CA68B
+    x = x * _HASH2
     return x ^ (x >> 16)
 
 
 @triton.jit
 def state_noise(bits):
     """Other bits (uint32) of the same element: the lower 16 for its first moment, the upper 16 for the second."""
-    y = bits * 0x2C1B3C6D
+    y = bits * _STATES
     return y ^ (y >> 15)
 
 

@@ -31,14 +31,16 @@ from halfstep.kernels.scalar import (
     random_word,
     state_noise,
 )
+from halfstep.numerics import blocks as levels
+from halfstep.numerics.blocks import LEAST, POSITIVE_LEVELS, SHORT, SIGNED_LEVELS
 
 i16, i32, i64, u8, i8, u32, f32, f64 = np.int16, np.int32, np.int64, np.uint8, np.int8, np.uint32, np.float32, np.float64
 
 STRETCH = 512  # elements that are worked on at once: all buffers take 27 KB, less than a first-level cache
-PARTS = (__file__, scalar.__file__, codes.__file__)  # all files that are compiled into what calls these
+PARTS = (__file__, *scalar.PARTS, codes.__file__, levels.__file__)  # all files that are compiled into what calls these
 APART = 48  # elements between buffers: at distances of 4096 bytes they would compete for the same cache sets
-LEAST = 6  # as in numerics.blocks: the lowest code of a second moment that is not zero
-REACH1, REACH2 = 127 * (1 - 2.0**-22), 255 * (1 - 2.0**-22)  # the number of levels, and so much less that the largest number lies below the last
+STEP1, STEP2 = 1 / SIGNED_LEVELS, 1 / POSITIVE_LEVELS
+REACH1, REACH2 = SIGNED_LEVELS * SHORT, POSITIVE_LEVELS * SHORT
 
 # columns of the tables
 #   places   addresses of weight, residual, first moment, its scales, second moment, its scales
@@ -138,13 +140,13 @@ def _add_fp16(source, out):
 
 @part
 def _first_value(code, scale):
-    x = f32(f32(code) * f32(1 / 127))
+    x = f32(f32(code) * f32(STEP1))
     return f32(f32(f32(abs(x)) * x) * scale)
 
 
 @part
 def _second_value(code, scale):
-    x = f32(f32(code) * f32(1 / 255))
+    x = f32(f32(code) * f32(STEP2))
     x = f32(x * x)
     return f32(f32(x * x) * scale)
 

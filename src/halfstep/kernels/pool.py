@@ -86,6 +86,14 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+CHUNK = 1 << 16  # elements that one thread works on in turn: a multiple of the block of 128 that shares a scale
+
+
+def share_range(count: int, size: int, work: Callable[[int, int], None]) -> None:
+    """Call `work(begin, end)` for the parts of 0 .. count that are `size` long, the last one shorter, as `share` does."""
+    share(lambda piece: work(piece * size, min((piece + 1) * size, count)), -(-count // size))
+
+
 def share(work: Work, pieces: int) -> None:
     """Call `work(0)` .. `work(pieces - 1)`, in the calling thread and up to `torch.get_num_threads() - 1` others; back when all are done.
 

@@ -12,6 +12,7 @@ from halfstep.errors import ConfigError
 from halfstep.kernels.codes import FORMATS
 from halfstep.kernels.items import Item, check_gradient
 from halfstep.numerics import Settings
+from halfstep.numerics.noise import FIRST, GOLDEN, SECOND, WORD
 
 ROW = 8  # numbers of a row
 
@@ -47,12 +48,12 @@ def tables(
 
 def keys(seed: int, parameters: npt.NDArray[np.uint32], step: int) -> npt.NDArray[np.uint32]:
     """`Noise(seed, parameter, step).keys` of each weight, as a table of two columns."""
-    at = np.array([step & 0xFFFFFFFF], dtype=np.uint32)
-    first = _mix(np.uint32(seed & 0xFFFFFFFF) ^ _mix(parameters ^ _mix(at)))
-    return np.stack((first, _mix(first ^ np.uint32(0x9E3779B9))), axis=1)
+    at = np.array([step & WORD], dtype=np.uint32)
+    first = _mix(np.uint32(seed & WORD) ^ _mix(parameters ^ _mix(at)))
+    return np.stack((first, _mix(first ^ np.uint32(GOLDEN))), axis=1)
 
 
 def _mix(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(FIRST)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(SECOND)
     return x ^ (x >> np.uint32(16))

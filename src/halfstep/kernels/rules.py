@@ -3,7 +3,8 @@
 One driver for each shape of states, compiled when it is first used: two moments (AdamW), and at most one (SGD, Lion).
 One combination is written out as well, `_adamw_split_bf16`: it is bound by memory, and without buffers a fifth faster.
 Rules for this file as in `halfstep.kernels.loops`.
-To add a rule: its loop here, its driver or a place in one, a row in `DRIVERS`, its settings in `halfstep.numerics.updates`.
+To add a rule: its number in `halfstep.kernels.codes`, its loop here, its driver or a place in one, a row in `DRIVERS`, which states it has in
+`halfstep.kernels.items.check`, its place in `cuda.py`; then what `halfstep.optim.onepass` says.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -13,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from halfstep.kernels import loops
-from halfstep.kernels.codes import BF16, FP32, SPLIT, SPLIT24, STATE_BF16, STATE_FP32, STATE_INT8, STATE_NONE, STOCHASTIC
+from halfstep.kernels.codes import BF16, FP32, LION, SGD, SPLIT, SPLIT24, STATE_BF16, STATE_FP32, STATE_INT8, STATE_NONE, STOCHASTIC
 from halfstep.kernels.compile import compiled, floats, halves, naturals, part, signed_bytes, unsigned_bytes
 from halfstep.kernels.loops import (
     BITS,
@@ -39,9 +40,6 @@ from halfstep.kernels.loops import (
 from halfstep.kernels.scalar import bf16_nearest, bf16_rest, bf16_value
 
 i16, i32, i64, f32 = np.int16, np.int32, np.int64, np.float32
-
-SGD, LION = 0, 1  # rules with one state, or none
-
 
 # ---- AdamW ---------------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from halfstep.kernels.compile import part
+from halfstep.numerics import noise as words
+from halfstep.numerics.noise import FIRST, SECOND, STATES
 
+PARTS = (__file__, words.__file__)
 i32, u32, f32 = np.int32, np.uint32, np.float32
 
 
@@ -112,16 +115,16 @@ def random_word(key1, key2, place):
     """The 32 random bits of the element at `place`."""
     x = u32(place ^ key1)
     x = u32(x ^ u32(x >> u32(16)))
-    x = u32(u32(x * u32(0x7FEB352D)) ^ key2)
+    x = u32(u32(x * u32(FIRST)) ^ key2)
     x = u32(x ^ u32(x >> u32(15)))
-    x = u32(x * u32(0x846CA68B))
+    x = u32(x * u32(SECOND))
     return u32(x ^ u32(x >> u32(16)))
 
 
 @part
 def state_noise(bits):
     """Other bits of the same element: the lower 16 for its first moment, the upper 16 for the second."""
-    y = u32(bits * u32(0x2C1B3C6D))
+    y = u32(bits * u32(STATES))
     return u32(y ^ u32(y >> u32(15)))
 
 

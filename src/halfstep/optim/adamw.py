@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from halfstep.errors import CheckpointError
 from halfstep.numerics import AdamWStep
+from halfstep.optim.foreign import count_of, refuse_amsgrad
 from halfstep.optim.onepass import OnePass
 from halfstep.optim.rule import Rule
 from halfstep.policy import Policy
@@ -48,7 +47,7 @@ class AdamW(OnePass):
 
     `step(factor=f)` multiplies gradients by f on the way in (clip coefficient over loss scale) and leaves `p.grad` as it is. Gradients may be
     fp32, bf16 or fp16. Bytes per parameter beside its gradient: 4 + 8 for fp32 weights, 2 + 2 + 8 split, 2 + 2 + 2.06 split with int8 states.
-    On a CPU with numba it is one pass, bit-equal to the plain definition (`numerics.adamw_`) that runs elsewhere.
+    On a CPU with numba and on a GPU with Triton it is one pass, bit-equal to the plain definition (`numerics.adamw_`) that runs without them.
     Raises ConfigError for sparse gradients and for settings without effect. Source: Loshchilov and Hutter, arXiv:1711.05101.
     """
 
@@ -73,13 +72,12 @@ class AdamW(OnePass):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, weights, states, policy, seed)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def groups_to_load(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See MasteredOptimizer. Raises CheckpointError also for a state of the amsgrad variant."""
-        if any(group.get("amsgrad") for group in state_dict.get("param_groups", ())):
-            raise CheckpointError(
-                "the state is of an AdamW with amsgrad=True, and halfstep.optim.AdamW has no such rule",
-                "Use halfstep.optim.wrap(torch.optim.AdamW(...)).",
-            )
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)  # others save a number, or an integer tensor
+        refuse_amsgrad(state_dict["param_groups"], "halfstep.optim.AdamW", "Use halfstep.optim.wrap(torch.optim.AdamW(...)).")
+        return super().groups_to_load(state_dict)
+
+    def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
+        """See MasteredOptimizer."""
+        state = super()._converted(saved, p, number)
+        return state | {"step": count_of(state["step"], number)} if state else state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import CheckpointError, ConfigError, StepOrderError, suggest
 from halfstep.kernels import averaging_kernels
 from halfstep.numerics import average_, stored
-from halfstep.optim.masters import full_values, keep, master_of
+from halfstep.optim.masters import HALF, dtype_name, full_values, keep, master_of
 from halfstep.optim.rule import as_number
 
 WARMUPS: dict[str, Callable[[int], float]] = {
@@ -48,11 +49,7 @@ class EMA:
             raise ConfigError(f"the average is to be of a {type(model).__name__}, which is no torch.nn.Module", "Give it the model.")
         if next(model.parameters(), None) is None:
             raise ConfigError(f"a {type(model).__name__} without parameters has no weights to average", "Give it the model that is trained.")
-        if not 0 <= as_number(decay) < 1:
-            raise ConfigError(f"decay={decay!r} is out of range", "Use a number from 0 to below 1, for example 0.999.")
-        for name, given, known in (("warmup", warmup, tuple(WARMUPS)), ("buffers", buffers, BUFFERS)):
-            if given not in known:
-                raise ConfigError(f"{name}={given!r} is not known", suggest(str(given), known))
+        _refuse_settings(decay, warmup, buffers)
         inner = getattr(model, "_orig_mod", model)  # a compiled module calls its weights otherwise
         self.model: nn.Module = inner if isinstance(inner, nn.Module) else model
         self.decay, self.warmup, self.buffers, self.updates = float(decay), warmup, buffers, 0
@@ -124,7 +121,7 @@ class EMA:
         return about | {"averages": dict(self.averages), "buffers": dict(self.buffer_averages)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises CheckpointError, and changes nothing, when it is of another model.
+        """Go on from a saved state. Raises CheckpointError, and changes nothing, when it is of another model, or has what no average can have.
 
         buffers="keep" leaves saved averages of buffers aside: the model's own stay in use.
         """
@@ -139,8 +136,17 @@ class EMA:
         for name, values, t in [*((n, v, weights[n]) for n, v in averages.items()), *((n, v, statistics[n]) for n, v in buffers.items())]:
             if values.shape != t.shape:
                 raise CheckpointError(f"the saved average of {name} is {tuple(values.shape)} and the model's {tuple(t.shape)}", again)
-        self.decay, self.warmup = float(state_dict["decay"]), str(state_dict.get("warmup", "none"))
-        self.updates = int(state_dict["updates"])
+            if values.dtype != (wanted := _format(t)):
+                said = f"the saved average of {name} is {dtype_name(values.dtype)}, and one of {dtype_name(wanted)} is kept"
+                raise CheckpointError(said, "Save averages as state_dict() gives them: 16 bits do not hold what an average gains in a step.")
+        decay, warmup, updates = state_dict["decay"], state_dict.get("warmup", "none"), state_dict["updates"]
+        try:
+            _refuse_settings(decay, warmup)
+        except ConfigError as error:
+            raise CheckpointError(f"the averages were saved with {error.cause}", "Use another checkpoint of the run.") from error
+        if not 0 <= as_number(updates) < math.inf or as_number(updates) % 1:
+            raise CheckpointError(f"the averages were saved after {updates!r} updates", "Use another checkpoint of the run.")
+        self.decay, self.warmup, self.updates = float(decay), warmup, int(updates)
         self.averages = {name: _beside(weights[name], values) for name, values in averages.items()}
         kept = buffers if self.buffers == "average" else {}
         self.buffer_averages = {name: _beside(statistics[name], values) for name, values in kept.items()}
@@ -182,6 +188,20 @@ class EMA:
 def ema(model: nn.Module, decay: float = 0.999, *, warmup: str = "none", buffers: str = "average") -> EMA:
     """An `EMA` of the trained weights of `model`."""
     return EMA(model, decay, warmup=warmup, buffers=buffers)
+
+
+def _refuse_settings(decay: Any, warmup: Any, buffers: Any = BUFFERS[0]) -> None:
+    """Raise ConfigError for settings of an average that do not exist."""
+    if not 0 <= as_number(decay) < 1:
+        raise ConfigError(f"decay={decay!r} is out of range", "Use a number from 0 to below 1, for example 0.999.")
+    for name, given, known in (("warmup", warmup, tuple(WARMUPS)), ("buffers", buffers, BUFFERS)):
+        if given not in known:
+            raise ConfigError(f"{name}={given!r} is not known", suggest(str(given), known))
+
+
+def _format(t: Tensor) -> torch.dtype:
+    """The dtype that the average of a tensor has."""
+    return torch.float32 if t.dtype in HALF else t.dtype
 
 
 def _is_number(t: Tensor) -> bool:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import CheckpointError, ConfigError, suggest
+from halfstep.errors import ConfigError, suggest
 from halfstep.hardware import give_back_unused_memory
 from halfstep.kernels import weight_kernels
 from halfstep.numerics import Noise
 from halfstep.numerics.noise import GOLDEN, WORD, mix
 from halfstep.optim.codec import CODECS, SCALE, Codec, Role, codec_of, noise_of, parts_of, put
-from halfstep.optim.loading import adopt, check_master, converted, saved_master
-from halfstep.optim.masters import HALF, Master, attach, dtype_name, master_of, storage_named
+from halfstep.optim.foreign import refuse_incomplete, refuse_other_sizes
+from halfstep.optim.hooked import AFTER, BEFORE, loaded, to_load, without_hooks
+from halfstep.optim.loading import adopt, check_master, converted, saved_master, widened
+from halfstep.optim.masters import HALF, Master, attach, dtype_name, master_of, refuse_large, storage_named
 from halfstep.optim.quiet import QuickToClear
 from halfstep.optim.rule import as_number, out_of_range
 from halfstep.policy import Policy, parse
@@ -27,6 +27,7 @@ from halfstep.policy import Policy, parse
 logger = logging.getLogger("halfstep")
 
 
+OWN = ("weights", "codec", "seed", "steps", "asked", "named", "_pending", "_taken", "_compiled")  # what a copy has too
 LARGE = 1 << 24  # parameters from which on it is worth some milliseconds
 
 
@@ -37,12 +38,13 @@ class MasteredOptimizer(QuickToClear):
     holds the codes, `state[p]["exp_avg_scale"]` their scales.
     """
 
-    knows_masters = True  # and its gradients are measured by the CPU's kernels
+    knows_masters = True  # and its gradients are measured by the kernels of their device
     takes_factor = True  # step(factor=) multiplies gradients on the way in, so that unscaling and clipping cost no pass of their own
 
     weights: str | None  # storage asked for; None: that of masters there are, else split
     codec: Codec
-    asked: tuple[str | None, str | None]  # weights and states as they were asked for
+    asked: tuple[str | None, str | None]  # weights and states as they were asked for, by name or by a policy
+    named: str | None = None  # weights as they were asked for by name, which must have an effect: a policy is for all weights of a model
     seed: int  # of the noise
     draws_apart = True  # from other optimizers of the run
     _tidy = False  # the memory that the first step has left was given back
@@ -53,6 +55,7 @@ class MasteredOptimizer(QuickToClear):
 
     def set_formats(self, policy: str | Policy | None, weights: str | None, states: str | None, seed: int) -> None:
         """Take over what was asked for. Raises ConfigError for names that are not known, or that contradict the policy."""
+        self.named = weights
         if policy is not None:
             known = parse(policy)
             for name, given, theirs in (("weights", weights, known.weights), ("states", states, known.states)):
@@ -123,8 +126,8 @@ class MasteredOptimizer(QuickToClear):
         held = self.everybody()
         if not ahead:
             self._take_pending(held)
-        fresh, narrow = 0, 0
-        for p in held:
+        fresh, narrow, storage = list[Tensor](), 0, self.weights or "split"
+        for p in held:  # nothing is changed before all of them have been looked at
             if p.dtype not in HALF:
                 continue
             narrow += 1
@@ -137,21 +140,22 @@ class MasteredOptimizer(QuickToClear):
                         f"weights=fp32 was asked for, and a parameter of shape {tuple(p.shape)} is {dtype_name(p.dtype)}",
                         "Use weights=split, or model.float().",
                     )
-                master = attach(p, self.weights or "split")
-                fresh += 1
-            if self.weights is not None and master.storage.name != self.weights:
+                refuse_large(p, p.dtype)
+                fresh.append(p)
+            elif self.weights is not None and master.storage.name != self.weights:
                 raise ConfigError(
                     f"weights={self.weights} was asked for, and a parameter of shape {tuple(p.shape)} has a {master.storage.name} master already",
                     f"Use weights={master.storage.name}, as the policy of its model says.",
                 )
-        if self.asked[0] not in (None, "fp32") and not narrow:  # a policy that is followed may have its 16-bit weights among frozen ones
+        if self.named not in (None, "fp32") and not narrow:
             raise ConfigError(
                 f"weights={self.weights} has no effect: all {len(held)} parameters of this {type(self).__name__} are fp32",
                 "Leave it out, or bind the model to a *-lean or *-true policy (halfstep.amp.bind).",
             )
+        for p in fresh:
+            attach(p, storage)
         if fresh:
-            storage = self.weights or "split"
-            logger.info("%d 16-bit parameters had no master weights and get %s", fresh, _described(storage))
+            logger.info("%d 16-bit parameters had no master weights and get %s", len(fresh), _described(storage))
 
     def settle_one(self, number: int, p: Tensor) -> None:
         """Before a parameter is stepped by itself: its master of a loaded state. Not earlier, since a backward pass may have uses of it before it."""
@@ -202,7 +206,7 @@ class MasteredOptimizer(QuickToClear):
         self._take_pending(held)
         masters = {number: saved for number, p in enumerate(held) if (saved := saved_master(p)) is not None}
         about = {"weights": self.weights, "states": self.codec.name, "seed": self.seed, "steps": self.steps}
-        with self._without_hooks("_optimizer_state_dict_post_hooks"):
+        with without_hooks(self, "_optimizer_state_dict_post_hooks"):
             state = super().state_dict() | {"masters": masters, "format": about}
         for after in list(self._optimizer_state_dict_post_hooks.values()):
             state = after(self, state) or state
@@ -214,25 +218,20 @@ class MasteredOptimizer(QuickToClear):
         States in another format, and masters in another storage, are converted where that is exact. Masters whose weights are loaded later are kept
         until then. Raises CheckpointError for another number of parameters, other shapes, and a conversion that would round.
         """
-        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
-            changed = before(self, dict(state_dict))
-            state_dict = state_dict if changed is None else changed
+        state_dict = to_load(self, state_dict)
         held = self.everybody()
-        saved_groups = state_dict.get("param_groups")
-        sizes, saved_sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups or ()]
-        if saved_groups is None or sizes != saved_sizes:
-            raise CheckpointError(
-                f"the state is of an optimizer with groups of {saved_sizes} parameters, and this one has {sizes}",
-                "Build the optimizer as the run that saved it did.",
-            )
+        refuse_other_sizes(state_dict.get("param_groups"), self.param_groups)
         saved_groups = self.groups_to_load(state_dict)
         order = [n for group in saved_groups for n in group["params"]]
         place = {n: i for i, n in enumerate(order)}
-        states = {place[n]: self._converted(s, held[place[n]], place[n]) for n, s in state_dict["state"].items() if n in place}
+        kept = {place[n]: s for n, s in state_dict["state"].items() if n in place}
+        if "format" not in state_dict:
+            kept = {n: widened(s, held[n]) for n, s in kept.items()}
+        states = {n: self._converted(s, held[n], n) for n, s in kept.items()}
         masters = {int(n): m for n, m in (state_dict.get("masters") or {}).items()}
         for n, entry in masters.items():
             check_master(n, held[n] if n < len(held) else None, entry, self.weights)
-        with self._without_hooks("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        with without_hooks(self, BEFORE, AFTER):
             super().load_state_dict({"state": {}, "param_groups": saved_groups})
         for number, values in states.items():
             self.state[held[number]] = values
@@ -240,32 +239,20 @@ class MasteredOptimizer(QuickToClear):
         self.seed, self.steps = int(about.get("seed", self.seed)), int(about.get("steps", self.steps))
         self._pending = masters
         self._taken = {n for n, saved in masters.items() if adopt(held[n], saved, self.weights)}  # others wait for their weights
-        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
-            after(self)
+        loaded(self)
 
     def groups_to_load(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The groups of a saved state, as they are to be loaded. Raises CheckpointError where they are of another optimizer."""
+        """The groups of a saved state, as they are to be loaded. Raises CheckpointError for states and settings of another optimizer."""
         return list(state_dict["param_groups"])
 
     def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
-        missing = [key for key in self.needed if key not in saved] if saved else []
-        if missing:
-            raise CheckpointError(f"the saved state of parameter {number} lacks {missing[0]}", "Use another checkpoint of the run.")
+        """The saved state of one parameter, as it is to be kept. Nothing is changed yet."""
+        refuse_incomplete(saved, self.needed, number)
         return converted(saved, p, number, self.roles, self.codec)
-
-    @contextmanager
-    def _without_hooks(self, *names: str) -> Iterator[None]:
-        """torch's own methods run without hooks inside: they are called when the whole state is there."""
-        before = {name: getattr(self, name) for name in names}
-        self.__dict__.update({name: OrderedDict() for name in names})
-        try:
-            yield
-        finally:
-            self.__dict__.update(before)
 
     def __getstate__(self) -> dict[str, Any]:
         masters = [(number, m) for number, p in enumerate(self.everybody()) if (m := master_of(p)) is not None]
-        own = {k: self.__dict__[k] for k in ("weights", "codec", "seed", "steps", "asked", "_pending", "_taken", "_compiled") if k in self.__dict__}
+        own = {k: self.__dict__[k] for k in OWN if k in self.__dict__}
         return super().__getstate__() | own | {"carried": masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from halfstep.optim.base import MasteredOptimizer
 from halfstep.optim.masters import HALF
-from halfstep.optim.wrap import wrap
+from halfstep.optim.wrap import wrap_under
 from halfstep.policy import Policy
 
 
@@ -21,6 +21,4 @@ def with_masters(optimizer: Optimizer, policy: Policy) -> Optimizer:
     narrow = any(p.dtype in HALF and p.requires_grad for group in optimizer.param_groups for p in group["params"])
     if policy.weights == "fp32" and policy.states == "fp32" and not narrow:
         return optimizer
-    wrapped = wrap(optimizer, policy)
-    wrapped.asked = (None, None)  # nobody asked it of this optimizer, which may have only fp32 weights of the model
-    return wrapped
+    return wrap_under(optimizer, policy)

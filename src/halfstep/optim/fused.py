@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -12,10 +12,16 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.optim.adamw import AdamWRule
 from halfstep.optim.base import evaluated, refuse_factor
+from halfstep.optim.codec import CODECS
+from halfstep.optim.foreign import count_of, groups_of, refuse_amsgrad, refuse_incomplete, refuse_other_sizes, refuse_states
+from halfstep.optim.hooked import AFTER, BEFORE, loaded, to_load, without_hooks
+from halfstep.optim.loading import converted, widened
 from halfstep.optim.quiet import QuickToClear
 
 AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
+RULE = AdamWRule()
 
 
 class FusedAdamW(QuickToClear, torch.optim.AdamW):
@@ -135,15 +141,35 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
         states = {n: s | {"step": s["step"].clone()} if isinstance(s.get("step"), Tensor) else s for n, s in packed["state"].items()}
         return packed | {"state": states}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Raises CheckpointError for a state of the amsgrad variant."""
-        if any(group.get("amsgrad") for group in state_dict.get("param_groups", ())):
-            raise CheckpointError("the state is of an AdamW with amsgrad=True, and FusedAdamW has no such rule", AMSGRAD)
-        super().load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's, from the state of any AdamW; encoded moments are decoded. Nothing is changed when it does not fit.
+
+        Raises CheckpointError for a state of another optimizer or of the amsgrad variant, settings out of range, other shapes, and masters of 16-bit
+        weights, which are not kept here.
+        """
+        state_dict = to_load(self, state_dict)
+        refuse_other_sizes(state_dict.get("param_groups"), self.param_groups)
+        name = type(self).__name__
+        refuse_amsgrad(state_dict["param_groups"], name, AMSGRAD)
+        refuse_states(state_dict["state"], RULE.roles, name)
+        groups = groups_of(state_dict["param_groups"], self.param_groups, self.defaults, name, RULE.check)
+        if state_dict.get("masters"):
+            many = len(state_dict["masters"])
+            raise CheckpointError(f"the state holds the fp32 masters of {many} 16-bit weights, and {name} keeps none", "Use halfstep.optim.AdamW.")
+        held = dict(zip((n for group in groups for n in group["params"]), (p for g in self.param_groups for p in g["params"]), strict=True))
+        states = {n: self._converted(s, held[n], number) for number, n in enumerate(held) if (s := state_dict["state"].get(n))}
+        with without_hooks(self, BEFORE, AFTER):
+            super().load_state_dict({"state": states, "param_groups": groups})
         shared: dict[float, Tensor] = {}
         for own in self.state.values():
             if isinstance(own.get("step"), Tensor):
                 own["step"] = shared.setdefault(float(own["step"]), own["step"])
+        loaded(self)
+
+    def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
+        refuse_incomplete(saved, ("step", *RULE.roles), number)
+        state = converted(widened(saved, p), p, number, RULE.roles, CODECS["fp32"])
+        return state | {"step": count_of(state["step"], number)}
 
     def _part(self, members: list[Tensor]) -> None:
         """Those that sit this step out keep their number of steps: a tensor of their own from now on."""

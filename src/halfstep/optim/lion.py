@@ -48,7 +48,7 @@ class Lion(OnePass):
 
     `step(factor=f)` multiplies gradients by f on the way in (clip coefficient over loss scale) and leaves `p.grad` as it is. Gradients may be
     fp32, bf16 or fp16. Bytes per parameter beside its gradient: 4 + 4 for fp32 weights, 2 + 2 + 4 split, 2 + 2 + 1.03 split with int8 states.
-    On a CPU with numba it is one pass, bit-equal to the plain definition (`numerics.lion_`) that runs elsewhere.
+    On a CPU with numba and on a GPU with Triton it is one pass, bit-equal to the plain definition (`numerics.lion_`) that runs without them.
     Raises ConfigError for sparse gradients, complex parameters and numbers out of range.
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
     """
@@ -70,6 +70,5 @@ class Lion(OnePass):
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
-        betas = tuple(betas) if isinstance(betas, list) else betas
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, weights, states, policy, seed)

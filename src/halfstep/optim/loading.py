@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from halfstep.errors import CheckpointError
 from halfstep.numerics import BLOCK
 from halfstep.optim.codec import SCALE, Codec, Role, codec_of, parts_of, put
+from halfstep.optim.foreign import named
 from halfstep.optim.masters import HALF, attach, digest, dtype_name, master_of
 from halfstep.optim.storage import STORAGES
 
@@ -19,73 +20,32 @@ CODES = {"first": torch.int8, "second": torch.uint8}
 AGAIN = "Build the model and the optimizer as the run that saved it did."
 
 
-NEUTRAL = ("maximize", "nesterov", "dampening")  # settings that came later in some optimizers: a state without them is of a run that had none
-RULES = {
-    "alpha",
-    "beta2_decay",
-    "betas",
-    "centered",
-    "dampening",
-    "eps",
-    "etas",
-    "lambd",
-    "lr_decay",
-    "momentum",
-    "momentum_decay",
-    "nesterov",
-    "rho",
-}
-"""Settings that belong to some rules and not to others."""
-
-
-def groups_of_rule(
-    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], roles: Mapping[str, Role], name: str
-) -> list[dict[str, Any]]:
-    """The saved groups, with what those of older optimizers lack taken from `groups`, those that are here.
-
-    Raises CheckpointError for states and settings of another rule than `name`, which has `defaults` and `roles`.
-    """
-    other = f"Load it into an optimizer of the kind that saved it, or start {name} with new states."
-    for number, state in saved["state"].items():
-        for key, value in state.items() if isinstance(state, Mapping) else ():
-            if value is not None and key != "step" and key.removesuffix(SCALE) not in roles:
-                raise CheckpointError(
-                    f"the saved state of parameter {number} has {key}, which {name} does not keep: it is of another optimizer", other
-                )
-    found = []
-    for number, (theirs, own) in enumerate(zip(saved["param_groups"], groups, strict=True)):
-        foreign = sorted(RULES & theirs.keys() - own.keys())
-        missing = [key for key in defaults if key in own and key not in theirs and key not in NEUTRAL]  # torch adds a default when it loads
-        if foreign or missing:
-            said = f"has {', '.join(foreign)}" if foreign else f"lacks {', '.join(missing)}"
-            raise CheckpointError(f"group {number} of the saved state {said}: it is of another optimizer than {name}", other)
-        if theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"]:
-            decay = f"weight_decay={theirs['weight_decay']} as a part of the gradient"
-            raise CheckpointError(f"group {number} of the saved state has {decay}, and {name} decays weights apart from it", other)
-        found.append({key: own[key] for key in NEUTRAL if key in defaults and key not in theirs} | dict(theirs))
-    return found
+def widened(saved: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+    """The state of a weight from an optimizer that knew no masters: what is in 16 bits only because the weight was goes on in fp32."""
+    wide = p.dtype in (*HALF, torch.float32)
+    return {key: value.float() if wide and isinstance(value, Tensor) and value.dtype in HALF else value for key, value in saved.items()}
 
 
 def converted(saved: Mapping[str, Any], p: Tensor, number: int, roles: Mapping[str, Role], codec: Codec) -> dict[str, Any]:
-    """The saved states of one parameter in the format `codec`, on the parameter's device. Raises CheckpointError where that would round."""
+    """The saved states of one parameter in the format `codec`, on the parameter's device. Raises CheckpointError where that would round.
+
+    States of fp64 and complex weights are in the weight's own dtype, under every codec.
+    """
     state: dict[str, Any] = {}
     for key, value in saved.items():
-        if key.endswith(SCALE) and key.removesuffix(SCALE) in saved:
+        if key.endswith(SCALE) and key.removesuffix(SCALE) in saved and key.removesuffix(SCALE) in roles:
             continue
-        if isinstance(value, Tensor) and key in roles and value.dtype == torch.float16:
-            value = value.float()  # as optimizers that know no masters keep it beside an fp16 weight
-            saved = {**saved, key: value}
-        known = codec_of(saved, key) if isinstance(value, Tensor) and key in roles else None
-        if not isinstance(value, Tensor) or key not in roles or (known is None and value.shape == p.shape):
-            state[key] = _moved(key, value, p)  # counters; fp64 and complex states are never encoded
+        if not isinstance(value, Tensor) or key not in roles:
+            state[key] = _moved(key, value, p)
             continue
         parts, role = {end: t.to(p.device).clone() for end, t in parts_of(saved, key).items()}, roles[key]
-        if known is None or not _fits(parts, p, role):
-            raise CheckpointError(
-                f"the saved {key} of parameter {number} is {dtype_name(value.dtype)} {tuple(value.shape)}, and the parameter has {tuple(p.shape)}",
-                AGAIN,
-            )
-        if known.name != codec.name:
+        own = p.dtype not in (*HALF, torch.float32)
+        known = codec_of(saved, key)
+        if not (_is_of(value, p) and SCALE not in parts if own else known is not None and _fits(parts, p, role)):
+            raise CheckpointError(f"the saved {key} of parameter {number} is {named(value)}, and the parameter is {named(p)}", AGAIN)
+        if own:
+            parts[""] = parts[""].to(p.dtype)
+        elif known is not None and known.name != codec.name:
             values = known.decode(parts, role, p.shape)
             parts = codec.encode(values, role, None)
             if not torch.equal(codec.decode(parts, role, p.shape), values):
@@ -171,6 +131,12 @@ def _fits(parts: Mapping[str, Tensor], p: Tensor, role: Role) -> bool:
             return False
         return parts[""].numel() == p.numel() and parts[SCALE].numel() == -(-p.numel() // BLOCK)
     return parts[""].shape == p.shape
+
+
+def _is_of(value: Tensor, p: Tensor) -> bool:
+    """Whether a state is one of a weight as wide as `p`, or of a narrower one of its kind: real or complex."""
+    number = value.is_complex() if p.is_complex() else value.is_floating_point()
+    return number and value.shape == p.shape and torch.promote_types(value.dtype, p.dtype) == p.dtype
 
 
 def _moved(key: str, value: Any, p: Tensor) -> Any:

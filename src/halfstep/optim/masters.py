@@ -193,6 +193,15 @@ def master_of(p: Tensor) -> Master | None:
     return None
 
 
+def refuse_large(p: Tensor, dtype: torch.dtype | None) -> None:
+    """Raise ConfigError for weights that are to be fp16 and of a magnitude above 2^15."""
+    if dtype == torch.float16 and asked(p, lambda values: bool((values.abs() > LARGEST_FP16).any()), False):
+        raise ConfigError(
+            f"a parameter of shape {tuple(p.shape)} has weights of a magnitude above 2^15, and a step could take them out of fp16's range",
+            "Keep it in fp32 (fp32=PATTERN in the precision), or use bf16.",
+        )
+
+
 @torch.no_grad()
 def attach(p: Tensor, storage: str = "split", dtype: torch.dtype | None = None) -> Master:
     """Give `p` a master in `storage`.
@@ -216,11 +225,7 @@ def attach(p: Tensor, storage: str = "split", dtype: torch.dtype | None = None) 
             f"{storage} masters were asked for a {dtype_name(p.dtype)} parameter" + (f" cast to {dtype_name(target)}" if target is not None else ""),
             "Name a 16-bit dtype and one of split, split24, kahan, stochastic, plain.",
         )
-    if target == torch.float16 and asked(p, lambda values: bool((values.abs() > LARGEST_FP16).any()), False):
-        raise ConfigError(
-            f"a parameter of shape {tuple(p.shape)} has weights of a magnitude above 2^15, and a step could take them out of fp16's range",
-            "Keep it in fp32 (fp32=PATTERN in the precision), or use bf16.",
-        )
+    refuse_large(p, target)
     residual_dtype = chosen.residual_dtype(target)
     if p.dtype in HALF:
         residual = torch.zeros_like(p, dtype=residual_dtype, requires_grad=False) if residual_dtype is not None else None

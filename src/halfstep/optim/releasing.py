@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.hardware import give_back_unused_memory
-from halfstep.kernels import cpu_kernels
+from halfstep.kernels import kernels_for
 from halfstep.optim.attached import Clear, Heard, Passes, Step
 from halfstep.optim.attached import handle_of as handle_of
 from halfstep.optim.masters import HALF, RELEASES
@@ -307,11 +307,9 @@ class Release:
             with torch.no_grad():
                 self._single.begin()
             self._begun = True
-        square, peak = _measured(gradient)
+        square, peak, small, present = _measured(gradient, self._smallest)
         self._seen[number] = square, peak
-        if self._smallest:
-            small, present = numerics.subnormal_counts([numerics.stored(gradient)], self._smallest, gradient.device)
-            self._small, self._present = self._small + float(small), self._present + float(present)
+        self._small, self._present = self._small + small, self._present + present
         if not peak <= numerics.LARGEST_GRADIENT * self._scale:
             self._bad.add(number)
         elif not self._held and not (self._bad and self.after_bad == "rest"):
@@ -380,11 +378,18 @@ CLIPPED = {"per_parameter": "the norm of each gradient", "last": "the norm over 
 LEFT_OUT = {"tensor": "its parameter alone", "rest": "its parameter and those whose gradients come later"}
 
 
-def _measured(gradient: Tensor) -> tuple[float, float]:
-    """(sum of squares, largest magnitude), in one pass by the CPU's kernel where there is one."""
+def _measured(gradient: Tensor, smallest: float) -> list[float]:
+    """[sum of squares, largest magnitude, elements below `smallest`, elements that are not 0], the last two of a sample, 0 for a `smallest` of 0.
+
+    In one pass by the kernel of the device where there is one, and read from the device at once.
+    """
     values = numerics.stored(gradient)
-    kernels = cpu_kernels() if values.is_cpu and values.dtype in KERNEL_DTYPES else None
+    kernels = kernels_for(values.device) if values.dtype in KERNEL_DTYPES else None
     if kernels is not None:
         squares, peaks = kernels.squares([values])
-        return float(squares[0]), float(peaks[0])
-    return float(numerics.wide_norm([values], values.device)) ** 2, float(numerics.largest([values], values.device))
+        found = [squares[0], peaks[0]]
+    else:
+        found = [numerics.wide_norm([values], values.device).square(), numerics.largest([values], values.device)]
+    counts = numerics.subnormal_counts([values], smallest, values.device) if smallest else (torch.zeros_like(found[0]),) * 2
+    read: list[float] = torch.stack([t.double() for t in (*found, *counts)]).tolist()
+    return read

@@ -70,7 +70,7 @@ class SGD(OnePass):
 
     `step(factor=f)` multiplies gradients by f on the way in (clip coefficient over loss scale) and leaves `p.grad` as it is. Gradients may be
     fp32, bf16 or fp16. Bytes per parameter beside its gradient: 4 + 4 for fp32 weights, 2 + 2 + 4 split, 2 + 2 + 1.03 split with int8 states.
-    On a CPU with numba it is one pass, bit-equal to the plain definition (`numerics.sgd_`) that runs elsewhere.
+    On a CPU with numba and on a GPU with Triton it is one pass, bit-equal to the plain definition (`numerics.sgd_`) that runs without them.
     Raises ConfigError for numbers out of range and for settings without effect. Source: Sutskever et al., On the importance of initialization and
     momentum in deep learning, 2013, in the form of torch.
     """
@@ -99,9 +99,6 @@ class SGD(OnePass):
         if states not in (None, "fp32") and not moving:
             raise ConfigError(f"states={states} has no effect: without momentum SGD keeps no state", "Give momentum=0.9, or leave it out.")
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See MasteredOptimizer. Takes a state of torch.optim.SGD too."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            if state.get(BUFFER, 0) is None:  # torch's name for a buffer that is not there yet
-                del state[BUFFER]
+    def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
+        """See MasteredOptimizer. A buffer that is None is torch's for one that is not there yet."""
+        return super()._converted({key: value for key, value in saved.items() if key != BUFFER or value is not None}, p, number)

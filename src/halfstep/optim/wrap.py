@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -19,8 +19,10 @@ from halfstep.optim.base import MasteredOptimizer, evaluated, refuse_factor
 from halfstep.optim.buckets import Buckets, cost, signature
 from halfstep.optim.codec import SCALE, Role
 from halfstep.optim.copies import HOOKS, bare_step
+from halfstep.optim.foreign import RULES, check_stock, check_stock_state, count_of, counters, groups_of
 from halfstep.optim.masters import HALF
 from halfstep.optim.trial import Trial, tried
+from halfstep.optim.wrappable import STAY, closure_error, needs_closure, refuse
 from halfstep.policy import Policy
 
 logger = logging.getLogger("halfstep")
@@ -51,12 +53,22 @@ def wrap(
     Raises ConfigError for optimizers that differentiate through their step, step in two phases, or (with 16-bit weights or encoded states)
     evaluate a closure themselves or hold a model or another optimizer; and for one that has masters already.
     """
-    _refuse(optimizer)
+    refuse(optimizer)
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes={bucket_bytes} holds nothing", f"Leave it out for {BUCKET_BYTES} bytes.")
     wrapped = Wrapped(optimizer)
     wrapped.set_formats(policy, weights, states, seed)
     wrapped.set_up(roles, bucket_bytes)
+    return wrapped
+
+
+def wrap_under(optimizer: Optimizer, policy: Policy) -> Wrapped:
+    """`optimizer` wrapped for the weights of a model under `policy`, of which nobody has asked anything: it may follow another one."""
+    refuse(optimizer)
+    wrapped = Wrapped(optimizer)
+    wrapped.set_formats(None, None, None, 0)
+    MasteredOptimizer.follow(wrapped, policy)
+    wrapped.set_up(None, BUCKET_BYTES)
     return wrapped
 
 
@@ -189,12 +201,12 @@ class Wrapped(MasteredOptimizer):
         if held:
             what = type(held[0]).__name__
             raise ConfigError(f"{name} holds a {what}, and {about}", f"Keep weights and states in fp32 with {name}, or use {what} alone.")
-        if _needs_closure(self.optimizer):
-            raise _closure_error(name, about)
+        if needs_closure(self.optimizer):
+            raise closure_error(name, about)
         if self._trial is None:
             self._trial = tried(self.optimizer)
         if self._trial.closure:
-            raise _closure_error(name, about)
+            raise closure_error(name, about)
         if not self._trial.copies:
             raise ConfigError(f"{about}, and on small tensors one of {name} did not do what it does itself: {self._trial.reason}", STAY)
         return self._trial
@@ -268,17 +280,31 @@ class Wrapped(MasteredOptimizer):
         """Add a group to the optimizer inside."""
         type(self.optimizer).add_param_group(self.optimizer, param_group)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As `MasteredOptimizer`. Raises CheckpointError too for encoded states whose role is not known here."""
+    def groups_to_load(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `MasteredOptimizer`. Raises CheckpointError too for encoded states whose role is not known here.
+
+        Of a class of torch's its states and the ranges of its settings are known; any other one may have states of its own.
+        """
+        inner, name = self.optimizer, type(self.optimizer).__name__
         if (state_dict.get("format") or {}).get("states", "fp32") != "fp32":
             for state in state_dict["state"].values():
                 for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, Tensor) and key not in self.roles and (key + SCALE in state or value.dtype == torch.bfloat16):
                         raise CheckpointError(
-                            f"the saved {key} is encoded, and what it means to a {type(self.optimizer).__name__} is not known here",
+                            f"the saved {key} is encoded, and what it means to a {name} is not known here",
                             "Give wrap() the roles= of the run that saved it.",
                         )
-        super().load_state_dict(state_dict)
+        needed = RULES & self.defaults.keys()
+        groups = groups_of(state_dict["param_groups"], self.param_groups, needed, name, functools.partial(check_stock, inner))
+        everybody = ((n, group) for group in groups for n in group["params"])
+        for number, ((n, group), p) in enumerate(zip(everybody, self.everybody(), strict=True)):
+            check_stock_state(inner, group, state_dict["state"].get(n, {}), p, number, self.roles)
+        return groups
+
+    def _converted(self, saved: Mapping[str, Any], p: Tensor, number: int) -> dict[str, Any]:
+        """See `MasteredOptimizer`. Older optimizers of torch's counted in Python numbers."""
+        state = super()._converted(saved, p, number)
+        return state | {k: count_of(state[k], number) for k in counters(self.optimizer) if k in state and not isinstance(state[k], Tensor)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the optimizer inside does."""
@@ -311,39 +337,6 @@ class Wrapped(MasteredOptimizer):
 
 
 UNKNOWN = "What they mean is not known here: roles={'NAME': 'first' or 'second'} says it"
-STAY = "Keep its weights and states in fp32, or use halfstep.optim.AdamW."
-
-
-def _refuse(optimizer: Optimizer) -> None:
-    """Raise for what can be seen to be wrong before anything is tried."""
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer", "Give the optimizer itself, not its class.")
-    name = type(optimizer).__name__
-    if getattr(optimizer, "knows_masters", False) or "halfstep_wrapped" in vars(optimizer):
-        raise ConfigError(f"this {name} has masters already", "Use it as it is: weights= and states= are arguments of it, and one wrap is enough.")
-    if "halfstep_release" in vars(optimizer):
-        raise ConfigError(f"the gradients of this {name} are released, which steps it by itself", "Wrap it first, then release what wrap returns.")
-    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
-        raise ConfigError(
-            f"{name} takes its step in two phases, between which the model runs on weights that are no step's result",
-            "Train it on fp32 weights without wrap, or wrap the optimizer that it is made around.",
-        )
-    if any(settings.get("differentiable") for settings in (optimizer.defaults, *optimizer.param_groups)):
-        raise ConfigError(
-            f"{name} has differentiable=True, and a step through 16-bit weights or copies has no gradient",
-            "Use differentiable=False, or leave out wrap.",
-        )
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    known = inspect.signature(bare_step(optimizer)).parameters.get("closure")
-    return known is not None and known.default is inspect.Parameter.empty
-
-
-def _closure_error(name: str, about: str) -> ConfigError:
-    return ConfigError(
-        f"{name} evaluates the closure itself, on weights that are not a step's result; {about}, which the closure's model does not see", STAY
-    )
 
 
 def _widen(optimizer: Optimizer) -> None:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from halfstep.policy.choice import Choice as Choice
     from halfstep.policy.choice import ModelSize as ModelSize
     from halfstep.policy.choice import recommend as recommend
+    from halfstep.policy.memory import COUNTERS as COUNTERS
     from halfstep.policy.memory import ROLES as ROLES
+    from halfstep.policy.memory import STEP as STEP
     from halfstep.policy.memory import Bytes as Bytes
     from halfstep.policy.memory import Footprint as Footprint
     from halfstep.policy.memory import Role as Role
@@ -43,7 +45,9 @@ _WHERE = {
     "Choice": "halfstep.policy.choice",
     "Footprint": "halfstep.policy.memory",
     "ModelSize": "halfstep.policy.choice",
+    "COUNTERS": "halfstep.policy.memory",
     "ROLES": "halfstep.policy.memory",
+    "STEP": "halfstep.policy.memory",
     "Role": "halfstep.policy.memory",
     "bytes_per_parameter": "halfstep.policy.memory",
     "model_bytes": "halfstep.policy.memory",

@@ -47,8 +47,13 @@ ROLES: dict[str, dict[str, Role]] = {
     "Adafactor": {"row_var": None, "col_var": None, "variance": None},
     "LBFGS": {"d": None, "prev_flat_grad": None},
 }
-# fp32 scalars that torch keeps for each tensor; one step counter where an optimizer is not named
-COUNTERS = {"ASGD": 3, "NAdam": 2, **dict.fromkeys(("SGD", "Lion", "Muon", "SparseAdam", "LBFGS"), 0)}
+# fp32 scalars that torch keeps for each tensor; one counter of steps where an optimizer is not named
+STEP = ("step",)
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "ASGD": ("step", "eta", "mu"),
+    "NAdam": ("step", "mu_product"),
+    **dict.fromkeys(("SGD", "Lion", "Muon", "SparseAdam", "LBFGS"), ()),
+}
 # (optimizer, state) that exist only under these settings of its parameter group
 ONLY_WITH = {
     ("SGD", "momentum_buffer"): "momentum",
@@ -237,7 +242,7 @@ def _states(policy: Policy, optimizer: Any, shape: tuple[int, ...], group: Mappi
             "LBFGS keeps a history for all weights together, so it has no bytes per tensor",
             "Count up to 2 * history_size + 3 fp32 numbers per weight.",
         )
-    total = 4 * COUNTERS.get(name, 1)
+    total = 4 * len(COUNTERS.get(name, STEP))
     for key, role in roles_of(optimizer, group).items():
         count = _FACTORED[key](shape) if key in _FACTORED else prod(shape)
         total += _encoded(policy.states, count) if role else 4 * count

@@ -70,6 +70,124 @@ def test_a_state_of_another_optimizer_is_refused_whole(source: str, fresh: bool)
         assert optimizer.state_dict() == before
 
 
+# --- FusedAdamW, and torch's classes in a wrap: who takes whose state, and why others do not
+
+TAKERS: dict[str, tuple[Callable[[Params], Any], set[str]]] = {
+    "FusedAdamW": (FusedAdamW, {"AdamW", "Adam", "our AdamW"}),
+    "AdamW": (lambda ps: wrap(torch.optim.AdamW(ps)), {"AdamW", "Adam", "our AdamW"}),
+    "Adam": (lambda ps: wrap(torch.optim.Adam(ps)), {"Adam", "Adam with decay", "our AdamW"}),
+    "SGD": (lambda ps: wrap(torch.optim.SGD(ps)), {"SGD", "SGD without momentum", "our SGD"}),
+    "RMSprop": (lambda ps: wrap(torch.optim.RMSprop(ps)), {"RMSprop"}),
+    "Adamax": (lambda ps: wrap(torch.optim.Adamax(ps)), {"Adamax"}),
+    "NAdam": (lambda ps: wrap(torch.optim.NAdam(ps)), {"NAdam"}),
+    "Adagrad": (lambda ps: wrap(torch.optim.Adagrad(ps)), {"Adagrad"}),
+}
+
+
+def settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in copy.deepcopy(optimizer.param_groups)]
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_stock_classes_take_states_of_their_kind_and_refuse_all_others_whole(taker: str) -> None:
+    make, fits = TAKERS[taker]
+    for source, (theirs, _, _) in MAKERS.items():
+        saved_by = theirs([nn.Parameter(torch.ones(3))])
+        stepped(saved_by, 2)
+        optimizer = make([nn.Parameter(torch.ones(3))])
+        before, states = settings_of(optimizer), str(dict(optimizer.state))
+        if source in fits:
+            optimizer.load_state_dict(copy.deepcopy(saved_by.state_dict()))
+            stepped(optimizer, 1)
+            continue
+        with pytest.raises(CheckpointError, match=r"does not keep|it is of another optimizer than|weight_decay=") as refused:
+            optimizer.load_state_dict(copy.deepcopy(saved_by.state_dict()))
+        assert taker in str(refused.value), source
+        assert str(dict(optimizer.state)) == states, source
+        assert settings_of(optimizer) == before
+        stepped(optimizer, 1)
+
+
+def test_settings_that_torch_adds_when_it_loads_tell_nothing() -> None:
+    """One that was loaded once has `fused`, `differentiable` and others in its groups that it was not made with."""
+    for make, theirs in ((FusedAdamW, AdamW), (lambda ps: wrap(torch.optim.AdamW(ps)), AdamW), (lambda ps: wrap(torch.optim.SGD(ps)), SGD)):
+        source = theirs([nn.Parameter(torch.ones(3))])
+        stepped(source, 1)
+        optimizer = make([nn.Parameter(torch.ones(3))])
+        before = settings_of(optimizer)
+        optimizer.load_state_dict(source.state_dict())
+        assert [group.keys() for group in settings_of(optimizer)] == [group.keys() for group in before]
+        for key in ("fused", "amsgrad", "differentiable"):
+            assert optimizer.param_groups[0].get(key) == before[0].get(key)
+        stepped(optimizer, 1)
+
+
+def test_fused_adamw_goes_on_with_the_values_of_encoded_moments_and_refuses_masters() -> None:
+    for states in ("bf16", "int8"):
+        p, q = (nn.Parameter(torch.linspace(-1, 1, 300)) for _ in range(2))
+        source = AdamW([p], states=states)
+        stepped(source, 3)
+        optimizer = FusedAdamW([q])
+        optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[q][key], source.decoded(source.state[p], key, p))
+        stepped(optimizer, 1)
+        assert float(optimizer.state[q]["step"]) == 4
+    narrow = nn.Parameter(torch.ones(3).bfloat16())
+    source = AdamW([narrow])
+    stepped(source, 1)
+    with pytest.raises(CheckpointError, match=r"masters of 1 16-bit weights, and FusedAdamW keeps none\. Use halfstep\.optim\.AdamW"):
+        FusedAdamW([nn.Parameter(torch.ones(3))]).load_state_dict(source.state_dict())
+
+
+# --- settings that are loaded
+
+BAD: list[tuple[str, str, Any]] = [
+    *((name, "lr", value) for name in ("AdamW", "SGD", "Lion", "FusedAdamW", "wrapped AdamW", "wrapped SGD") for value in (math.nan, -1.0, math.inf)),
+    *((name, "weight_decay", math.nan) for name in ("AdamW", "SGD", "Lion", "FusedAdamW", "wrapped AdamW", "wrapped SGD")),
+    *((name, "betas", (1.5, 0.9)) for name in ("AdamW", "Lion", "FusedAdamW", "wrapped AdamW")),
+    *((name, "eps", -1e-8) for name in ("AdamW", "FusedAdamW", "wrapped AdamW")),
+    ("SGD", "momentum", 1.5),
+    ("SGD", "nesterov", True),
+    *(("wrapped SGD", "momentum", value) for value in (-0.5, math.nan)),
+]
+LOADERS: dict[str, Callable[[Params], Any]] = OURS | {
+    "SGD": SGD,
+    "FusedAdamW": FusedAdamW,
+    "wrapped AdamW": TAKERS["AdamW"][0],
+    "wrapped SGD": TAKERS["SGD"][0],
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_settings_that_no_step_can_be_taken_with_are_not_loaded(name: str) -> None:
+    for who, key, value in BAD:
+        if who != name:
+            continue
+        optimizer = LOADERS[name]([nn.Parameter(torch.ones(3))])
+        stepped(optimizer, 1)
+        before, settings = copy.deepcopy(optimizer.state_dict()["state"]), settings_of(optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0][key] = value
+        with pytest.raises(CheckpointError, match=r"group 0 of the saved state cannot be used: .*\. Use another checkpoint"):
+            optimizer.load_state_dict(saved)
+        assert settings_of(optimizer) == settings
+        assert str(optimizer.state_dict()["state"]) == str(before)
+        saved["param_groups"][0] = copy.deepcopy(optimizer.state_dict()["param_groups"][0]) | {"lr": -1e-19}  # where a schedule ends
+        optimizer.load_state_dict(saved)
+
+
+def test_pairs_that_come_as_lists_are_kept_as_pairs() -> None:
+    p, q = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    for make in (AdamW, Lion):
+        optimizer = make([{"params": [p]}, {"params": [q], "betas": [0.5, 0.75]}], betas=[0.5, 0.625])  # type: ignore[arg-type]
+        assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.625), (0.5, 0.75)]
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["betas"] = [0.25, 0.5]  # as JSON gives it
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["betas"] == (0.25, 0.5)
+
+
 def test_a_state_of_before_maximize_takes_what_the_optimizer_was_made_with() -> None:
     for name, keys in (("AdamW", ("maximize",)), ("SGD", ("maximize", "nesterov", "dampening")), ("Lion", ("maximize",))):
         whole, resumed = (OURS[name]([nn.Parameter(torch.ones(3))]) for _ in range(2))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.kernels import cpu_kernels
-from halfstep.optim import CODECS, HALF, SGD, STORAGES, AdamW, Lion, full_values, master_of
+from halfstep.optim import CODECS, HALF, SGD, STORAGES, AdamW, Lion, full_values, master_of, wrap
 from halfstep.optim.onepass import OnePass
 from halfstep.policy import tensor_bytes
 
@@ -79,6 +79,50 @@ def test_compiled_and_plain_steps_give_equal_bits(rule: str, storage: str, dtype
     compiled = run(rule, storage, dtype, states)
     monkeypatch.setenv("HALFSTEP_KERNELS", "off")
     assert alike(compiled, run(rule, storage, dtype, states))
+
+
+# --- steps that are refused
+
+
+def test_a_refused_step_leaves_no_states_of_the_parameters_before_it() -> None:
+    """The first buffer is the gradient, whatever the dampening: a buffer of zeros would make 0.25 of it."""
+    first, resized = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4))
+    optimizer = SGD([first, resized], lr=1.0, momentum=0.5, dampening=0.75)
+    resized.grad = torch.ones(4)
+    optimizer.step()
+    resized.grad, resized.data = None, torch.zeros(6)
+    first.grad, resized.grad = torch.ones(2), torch.ones(6)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="parameter 1 had 4 elements"):
+            optimizer.step()
+    assert optimizer.steps == 1
+    assert not optimizer.state.get(first)
+    resized.grad = None
+    optimizer.step()
+    assert torch.equal(optimizer.state[first]["momentum_buffer"], torch.ones(2))
+    assert torch.equal(first.detach(), -torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [AdamW, Lion])
+def test_a_refused_step_leaves_no_masters_and_no_states(make: Any) -> None:
+    narrow, table = nn.Parameter(torch.ones(3).bfloat16()), nn.Embedding(5, 3, sparse=True)
+    optimizer = make([narrow, table.weight])
+    narrow.grad = torch.ones(3).bfloat16()
+    table(torch.tensor([1, 1])).sum().backward()
+    with pytest.raises(ConfigError, match=r"parameter 1 of shape .* has a sparse gradient"):
+        optimizer.step()
+    assert master_of(narrow) is None
+    assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda ps: wrap(torch.optim.AdamW(ps))])
+def test_a_weight_that_fp16_may_not_hold_is_refused_before_others_get_masters(make: Any) -> None:
+    fits, large = nn.Parameter(torch.ones(3).half()), nn.Parameter(torch.full((3,), 4e4).half())
+    optimizer = make([fits, large])
+    fits.grad, large.grad = torch.ones(3).half(), torch.ones(3).half()
+    with pytest.raises(ConfigError, match=r"magnitude above 2\^15"):
+        optimizer.step()
+    assert master_of(fits) is None
 
 
 # --- torch's numbers
