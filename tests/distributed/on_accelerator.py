@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep
 from halfstep.distributed import DataParallel, Ranks
+from halfstep.distributed.launch import settle
 from halfstep.errors import ConfigError
 
 STEPS = 50
@@ -287,6 +290,33 @@ def data_of_unlike_length_is_refused(ranks: Ranks, folder: Path) -> None:
         accelerator.prepare(DataLoader(data(20 if ranks.rank == 0 else 13), batch_size=4))
 
 
+class _Slow(torch.Tensor):
+    """One whose end takes a while, in the thread that lets go of it."""
+
+    gone: ClassVar[list[int]] = []
+
+    def __del__(self) -> None:
+        for _ in range(60):
+            time.sleep(0.005)
+        self.gone.append(threading.get_ident())
+
+
+def a_thread_that_lets_go_of_a_tensor_is_waited_for(ranks: Ranks, folder: Path) -> None:
+    t = torch.ones(3).as_subclass(_Slow)
+    if ranks.is_main:
+        torch.distributed.all_reduce(t, async_op=True)
+        del t
+    else:
+        time.sleep(0.1)
+        torch.distributed.all_reduce(t)
+    if ranks.is_main:
+        time.sleep(0.2)  # the sum is there, and the thread at its end
+        assert not _Slow.gone
+        settle()
+        assert _Slow.gone
+        assert _Slow.gone[0] != threading.get_ident()
+
+
 CHECKS = (
     data_of_unlike_length_is_refused,
     ranks_equal_one_process_in_fp32,
@@ -301,6 +331,7 @@ CHECKS = (
     parameters_that_some_ranks_do_not_use,
     ranks_that_differ_are_refused,
     state_goes_on_bit_for_bit,
+    a_thread_that_lets_go_of_a_tensor_is_waited_for,
 )
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from launched import checked, torchrun
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    assert len(checked("on_accelerator.py", 2, tmp_path)) == 13
+    assert len(checked("on_accelerator.py", 2, tmp_path)) == 14
 
 
 def test_four_ranks_train_as_one(tmp_path: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 import os
 import sys
+import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,6 +20,9 @@ from halfstep.distributed.ranks import Group, Ranks, Solo
 from halfstep.errors import ConfigError
 
 Backend = Literal["gloo", "nccl"]
+THREADS = "pt_gloo_runloop"  # the name of gloo's threads that do what a group is asked for
+DEFAULTS = "torch.distributed.nn.functional"  # its functions keep the group that there is at its import, as their default: it comes before any
+QUIET = 0.02  # seconds, of the interpreter's time slices of 0.005
 TIMEOUT = 1800.0  # seconds a rank waits for the others, as torch and transformers have it
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 HOW = "Start it with torchrun --nproc-per-node N script.py, which sets all of them; for one process alone unset {}."
@@ -36,7 +43,11 @@ def launch(cpu: bool = False, *, backend: str | None = None, timeout: float = TI
     gpu = not cpu and torch.cuda.is_available()
     local = _number("LOCAL_RANK", 0)
     if dist.is_initialized():
-        return Group(local) if dist.get_world_size() > 1 else Solo()
+        if dist.get_world_size() == 1:
+            return Solo()
+        atexit.unregister(settle)  # once, however often this is called
+        atexit.register(settle)
+        return Group(local)
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         there = [name for name in ("WORLD_SIZE", *NEEDED, "LOCAL_RANK") if name in os.environ]
@@ -56,6 +67,7 @@ def launch(cpu: bool = False, *, backend: str | None = None, timeout: float = TI
                 f"Start {torch.cuda.device_count()} processes on it (--nproc-per-node), or train on the CPU.",
             )
         torch.cuda.set_device(local)
+    importlib.import_module(DEFAULTS)
     chosen = "cpu:gloo,cuda:nccl" if gpu and backend != "gloo" else "gloo"  # small values of the host go through gloo either way
     try:
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
@@ -76,6 +88,34 @@ def leave() -> None:
     """Close the process group that `launch` has started. At exit it is done by itself, unless an error ends the process: others may hang then."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
+    settle()
+
+
+def settle(patience: float = 5.0) -> None:
+    """Wait until the threads of gloo have nothing to do, at most `patience` seconds; back at once where there are none, as after closing a group.
+
+    A thread lets go of a tensor after those who waited for it were told, and needs the interpreter for that. One that asks for it while the
+    interpreter shuts down ends the process with SIGABRT, whatever the run has come to. A group that is closed keeps its threads as long as somebody
+    has it: in a variable, or as the default of a function.
+    """
+    until, before = time.monotonic() + patience, _switches()
+    while before and time.monotonic() < until:
+        time.sleep(QUIET)  # the interpreter is free meanwhile: a thread that waits for it gets it
+        now = _switches()
+        if now == before and -1 not in now.values():
+            return
+        before = now
+
+
+def _switches() -> dict[str, int]:
+    """How often each thread of gloo has gone to sleep, by its number; -1 for one that is awake. Empty where the system does not tell."""
+    found = dict[str, int]()
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended meanwhile
+            about = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines() if ":" in line)
+            if about["Name"].strip() == THREADS:
+                found[task.name] = int(about["voluntary_ctxt_switches"]) if about["State"].split()[0] == "S" else -1
+    return found
 
 
 def _number(name: str, default: int) -> int:
