@@ -257,7 +257,8 @@ def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            if p.grad is not None and "halfstep_master" in p.__dict__ and p.halfstep_master.storage.name != "plain" and master_of(p) is not None:
+            known = getattr(p, "halfstep_master", None)  # not by way of __dict__, which torch.compile cannot look into
+            if p.grad is not None and known is not None and known.storage.name != "plain" and master_of(p) is not None:
                 if around:
                     optimizer.halfstep_told = True  # type: ignore[attr-defined]
                     warnings.warn(
@@ -268,8 +269,7 @@ def _refuse_stock(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     return
                 place = f"param_groups[{g}]['params'][{i}], a {dtype_name(p.dtype)} weight of shape {tuple(p.shape)}"
                 raise ConfigError(
-                    f"this {type(optimizer).__name__} would update {place}, past its {p.halfstep_master.storage.name} master, and small "
-                    "updates would round away",
+                    f"this {type(optimizer).__name__} would update {place}, past its {known.storage.name} master, and small updates would round away",
                     "Step with what accelerator.prepare(optimizer) or halfstep.optim.wrap(optimizer) returns.",
                 )
 
