@@ -83,7 +83,7 @@ def test_a_compiled_run_is_the_run_with_no_break_in_its_graphs(tmp_path: Path, p
 
 
 class Broken(Net):
-    """A model that torch.compile cannot put into one graph, with a loss that is divided by the number of items: as transformers' are in their first call."""
+    """A model that torch.compile cannot put into one graph. Its loss is divided by the number of items, as those of transformers are."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
         h = self.table(input_ids)
