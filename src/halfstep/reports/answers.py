@@ -174,6 +174,7 @@ def _limits(run: History) -> tuple[list[str], list[str], bool]:
 def what_to_do(run: History, trained: Answer, lost: Answer, near: Answer) -> tuple[str, ...]:
     """Advice, most urgent first."""
     told: list[str] = []
+    told += [sentence(event.text) for event in run.events_of("note") if "the run failed" in event.text][-1:]
     for event in run.events_of("diverged")[-1:]:
         told.append(sentence(event.why or event.text))
     if trained.state == "bad" and ("NaN" in trained.answer or "never finite" in trained.answer or "inf" in trained.answer):

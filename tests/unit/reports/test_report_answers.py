@@ -49,6 +49,7 @@ RUNS = {
         {1: ("bad", "head.weight")},
         "each lost step names",
     ),
+    "failed": ({"events": [{"step": 9, "kind": "note", "text": "the run failed after step 9: OSError: full"}]}, {}, "OSError: full."),
     "pinned": ({"events": [PINNED], "samples": 0}, {2: ("bad", "blocks.0 is held in fp32")}, "Keep rules.yaml"),
     "close to overflow": ({"samples": 10}, {2: ("watch", "blocks.0.mlp.down")}, "fp32=blocks.0.mlp.down"),
     "stalled and underflow": ({"records": [STUCK], "samples": 0}, {2: ("watch", "80 % of the updates round away")}, "weights=split"),
