@@ -39,6 +39,7 @@ WHAT_FOR = {  # fields that transformers does not have
     "rules": "modules that an earlier run had to hold in fp32",
     "max_bad_steps": "so many refused steps in a row end the run",
     "log_stalled": "log the share of updates that round away",
+    "record_every": "steps between samples of the numbers of each layer",
     "chunked_loss": "causal language models: the loss without the whole of the logits",
     "reduce_dtype": "the format in which ranks exchange gradients",
     "warmup_ratio": "transformers 4's; in 5 a `warmup_steps` below 1 is the same, here too",

@@ -24,6 +24,7 @@ class Sampler:
 
     every: that N. For the one call hooks stand on the submodules; the others find a single hook on the model, which counts. What is measured
     stays on the device. Memory: one fp32 number per module. A model that is deleted, and a deleted sampler's models, are left alone.
+    A subclass may measure something else: `take` and `gathered`.
     """
 
     def __init__(self, every: int = EVERY) -> None:
@@ -47,15 +48,34 @@ class Sampler:
             return
         watched = _Watched(model, self)
         self._models.append(watched)
-        handle = model.register_forward_pre_hook(_Begins(watched))
-        finalize(self, handle.remove).atexit = False
+        watched.handle = model.register_forward_pre_hook(_Begins(watched))
+        finalize(self, watched.handle.remove).atexit = False
+
+    def leave(self) -> None:
+        """Take all hooks off the models, which are watched no longer."""
+        models, self._models = self._models, []
+        for watched in models:
+            watched.leave()
+            watched.handle.remove()
 
     def again(self) -> None:
         """Measure the next forward pass too: the last ones were of a step that was refused."""
         for watched in self._models:
             watched.calls, watched.again = 0, True
 
-    def sampled(self) -> tuple[Magnitudes, ...]:
+    def take(self, found: dict[Any, Any], name: str, t: Tensor) -> None:
+        """Measure an output of a module and put it beside what was found in the same forward pass."""
+        value, key = _largest(t), (name, _LIMITS[t.dtype])
+        found[key] = torch.maximum(found[key], value.to(found[key].device)) if key in found else value
+
+    def gathered(self, found: dict[Any, Any]) -> Any:
+        """What `take` has found in a whole forward pass, as one record."""
+        with apart():
+            device = next(iter(found.values())).device
+            values = torch.stack([v.to(device) for v in found.values()])
+        return Magnitudes(tuple(name for name, _ in found), values, tuple(limit for _, limit in found))
+
+    def sampled(self) -> tuple[Any, ...]:
         """The last measurements of each model, still on the device."""
         return tuple(m.last for m in self._models if m.last is not None)
 
@@ -91,15 +111,16 @@ class _Watched:
         self.model, self.sampler = ref(model), ref(sampler)
         self.calls = 0
         self.sampled_at, self.again = 0, False  # the number of the step; whether the next call is to be sampled in any case
-        self.last: Magnitudes | None = None
+        self.last: Any = None
+        self.handle: Any = None  # of the hook that stays
         self._handles: list[Any] = []
-        self._found: dict[tuple[str, float], Tensor] = {}
+        self._found: dict[Any, Any] = {}
         self._seen: dict[int, tuple[ref[Tensor], int]] = {}  # outputs measured in this call, with their versions
 
     def begin(self, model: nn.Module) -> None:
         """A forward pass begins: put hooks on all parts if it is one to be looked at."""
         if model is self.model():
-            self._leave()  # of a call that was broken off
+            self.leave()  # of a call that was broken off
         if model is not self.model() or not model.training or not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None:
             return
         if torch._C._current_graph_task_id() != -1:  # computed again in a backward pass
@@ -124,30 +145,27 @@ class _Watched:
 
     def _measure(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """A part has given its output."""
-        if torch.compiler.is_compiling():
+        sampler = self.sampler()
+        if torch.compiler.is_compiling() or sampler is None:
             return
         for t in tensors(output):
-            limit = _LIMITS.get(t.dtype)
-            if limit is None or not _is_plain(t):
+            if t.dtype not in _LIMITS or not _is_plain(t):
                 continue
             known = self._seen.get(id(t))
             if known is not None and known[0]() is t and known[1] == t._version:
                 continue  # that of a part of this module, handed on
             self._seen[id(t)] = ref(t), t._version
-            value, before = _largest(t), self._found.get((name, limit))
-            self._found[name, limit] = value if before is None else torch.maximum(before, value.to(before.device))
+            sampler.take(self._found, name, t)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward pass is over. After one that an error has ended, the next call takes the hooks off."""
-        found = self._found
-        if found:
-            with _apart():
-                device = next(iter(found.values())).device
-                values = torch.stack([v.to(device) for v in found.values()])
-            self.last = Magnitudes(tuple(name for name, _ in found), values, tuple(limit for _, limit in found))
-        self._leave()
+        sampler = self.sampler()
+        if self._found and sampler is not None:
+            self.last = sampler.gathered(self._found)
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Take the hooks of one call off."""
         handles, self._handles, self._found, self._seen = self._handles, [], {}, {}
         for handle in handles:
             handle.remove()
@@ -174,12 +192,12 @@ def _is_plain(t: Tensor) -> bool:
 
 def _largest(t: Tensor) -> Tensor:
     """The largest magnitude in a tensor, a scalar in fp32."""
-    with _apart():
+    with apart():
         low, high = torch.aminmax(t.detach())
         return torch.maximum(-low, high).float()
 
 
-class _apart:  # noqa: N801  used like a function
+class apart:  # noqa: N801  used like a function
     """Measuring is no part of the forward pass: unseen by autograd and by modes (autocast, selective checkpointing, tracers)."""
 
     def __enter__(self) -> None:

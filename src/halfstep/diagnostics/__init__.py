@@ -6,6 +6,7 @@ from halfstep.diagnostics.memory_plan import MemoryPlan as MemoryPlan
 from halfstep.diagnostics.plan import plan as plan
 from halfstep.diagnostics.planned import Plan as Plan
 from halfstep.diagnostics.reading import read_run as read_run
+from halfstep.diagnostics.recorder import Recorder as Recorder
 from halfstep.diagnostics.records import RunRecords as RunRecords
 from halfstep.diagnostics.scan import scan as scan
 from halfstep.diagnostics.trace import trace as trace

@@ -21,7 +21,8 @@ class LayerNumbers(NamedTuple):
     """What was measured on one tensor, or on all tensors of one layer.
 
     n: elements. zeros, nonfinite: shares of them that are 0, and inf or NaN. underflow: the share of the others whose magnitude is below the
-    smallest number of the format that has all its bits; overflow: the share of all that is within a factor of 2 of its largest one or beyond.
+    smallest number of the format that has all its bits; overflow: the share of all that is within a factor of 2 of its largest one, or beyond it and
+    finite.
     log2max, log2rms: the largest magnitude and the root mean square, as powers of two: -inf where all is 0, inf or NaN where an element is.
     The shares are those of at most 4096 elements of each tensor, evenly spaced; log2max and log2rms are exact.
     """

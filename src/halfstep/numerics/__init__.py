@@ -14,6 +14,7 @@ from halfstep.numerics.formats import ulp as ulp
 from halfstep.numerics.gradients import LARGEST_GRADIENT as LARGEST_GRADIENT
 from halfstep.numerics.gradients import clip_factor as clip_factor
 from halfstep.numerics.gradients import largest as largest
+from halfstep.numerics.gradients import largest_of_each as largest_of_each
 from halfstep.numerics.gradients import multiply_ as multiply_
 from halfstep.numerics.gradients import norm as norm
 from halfstep.numerics.gradients import norms as norms

@@ -59,6 +59,26 @@ def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(parts).amax() if parts else torch.zeros((), device=device, dtype=torch.float32)
 
 
+def largest_of_each(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The largest magnitude in each of `tensors`: fp32 [n] on `device`. NaN where there is one, 0 for an empty tensor.
+
+    On a CPU by torch.aminmax, whose one pass takes an eighth of the time of a maximum norm; elsewhere in one launch for all of a kind.
+    """
+    parts: dict[int, Tensor] = {}
+    elsewhere: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if not t.numel():
+            parts[i] = torch.zeros((), device=device, dtype=torch.float32)
+        elif t.device.type == "cpu":
+            low, high = torch.aminmax(t)
+            parts[i] = torch.maximum(-low, high)
+        else:
+            elsewhere.setdefault((t.device, t.dtype), []).append(i)
+    for places in elsewhere.values():
+        parts |= zip(places, torch._foreach_norm([tensors[i] for i in places], math.inf), strict=True)
+    return torch.stack([parts[i].to(device, torch.float32) for i in range(len(tensors))])
+
+
 SAMPLED = 4096  # elements looked at per tensor
 
 

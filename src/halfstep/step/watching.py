@@ -13,8 +13,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from halfstep import numerics
 from halfstep.numerics import FORMATS
-from halfstep.step.marks import parameters
+from halfstep.step.marks import gradients, parameters
+from halfstep.step.spread import MEASURED, NoRecorder, Spread, rows
 
 if TYPE_CHECKING:
     from halfstep.step.state import StepState
@@ -178,6 +180,7 @@ class Watching:
     def __init__(self, every: int = EVERY) -> None:
         self.every, self.before = every, 0
         self.modules: Callable[[], Sequence[Magnitudes]] = tuple
+        self.recorder = NoRecorder()
         self._kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
         self._full: set[str] = set()  # fp16 weights that were said to have reached the largest number
         self._earlier: tuple[Magnitudes, ...] = ()  # outputs, of the run that this one goes on from
@@ -188,8 +191,11 @@ class Watching:
         return self.before + applied + 1
 
     def wants(self, owner: Any, applied: int) -> bool:
-        """Whether the gradients of the step after `applied` ones are to be measured though nothing else needs it: the first, and every N-th."""
-        return self.every > 0 and (self._of(owner).gradients is None or self.is_due(self.number(applied)))
+        """Whether the gradients of the step after `applied` ones are to be measured though nothing else needs it: the first, every N-th, and those
+        that somebody records.
+        """
+        number = self.number(applied)
+        return self.recorder.due(number) or (self.every > 0 and (self._of(owner).gradients is None or self.is_due(number)))
 
     def is_due(self, number: int) -> bool:
         """Whether the step of that number is sampled. It depends on nothing else, so a resumed run samples what an unbroken one does."""
@@ -201,11 +207,17 @@ class Watching:
 
     def note(self, state: StepState, owner: Any, evidence: Evidence, held: list[Tensor] | None = None) -> None:
         """Keep what was measured on the gradients of `owner`. Nothing is read to the host. held: whose they were, where they are gone."""
-        if not self.every or evidence.peaks is None:
+        number = self.number(state.record(owner).applied)
+        recorded = held is None and self.recorder.due(number)
+        if evidence.peaks is None or not (self.every or recorded):
             return
         kept = self._of(owner)
         self._name(kept, state, [p for p in parameters(owner) if p.grad is not None] if held is None else held)
-        kept.gradients = Magnitudes(kept.names, evidence.peaks, kept.limits, evidence.scale, self.number(state.record(owner).applied))
+        if recorded:
+            self.recorder.gradients(number, _spread(kept, gradients(owner), evidence, number))
+        if not self.every:
+            return
+        kept.gradients = Magnitudes(kept.names, evidence.peaks, kept.limits, evidence.scale, number)
         kept.share = evidence.share if evidence.share is not None else kept.share
 
     def note_weights(self, state: StepState, owner: Any) -> None:
@@ -279,6 +291,19 @@ class Watching:
         kept.held, kept.known = tuple(ref(p) for p in held), (names, scales)
         kept.names = tuple(state.called(p) for p in held)
         kept.limits = tuple(FP16_LIMIT if scales or p.dtype == torch.float16 else math.inf for p in held)
+
+
+def _spread(kept: _Kept, held: Sequence[Tensor], evidence: Evidence, number: int) -> Spread:
+    """How the gradients at hand lie in fp16 where it limits them, else in the format they have."""
+    values = [numerics.stored(g) for g in held]
+    known = [
+        (n, v, FORMATS["fp16"] if k == FP16_LIMIT else MEASURED[v.dtype], v.numel())
+        for n, v, k in zip(kept.names, values, kept.limits, strict=True)
+        if v.dtype in MEASURED
+    ]
+    names, found, formats, sizes = zip(*known, strict=True) if known else ((), (), (), ())
+    counted = rows(found, formats, evidence.norms.device)
+    return Spread(names, tuple(f.name for f in formats), sizes, counted, evidence.scale, number)
 
 
 def _plain(m: Magnitudes | None) -> dict[str, Any] | None:

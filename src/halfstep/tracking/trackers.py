@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfstep.errors import CheckpointError
 from halfstep.tracking.tracker import GeneralTracker, plain
+
+SHOWN = ("log2max", "underflow", "overflow")  # of the numbers of a layer
 
 
 class JSONLinesTracker(GeneralTracker):
@@ -91,6 +96,21 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalars(key, value, global_step=step, **kwargs)
             elif value is not None:
                 self.writer.add_text(key, str(value), global_step=step, **kwargs)
+        self.writer.flush()
+
+    def log_layers(self, kind: str, layers: Mapping[str, Mapping[str, float]], step: int) -> None:
+        """What was measured on each layer: scalars KIND/LAYER/NUMBER, and over all layers a histogram KIND/NUMBER. Shares, and magnitudes as log2.
+
+        Layers that are all zero, or not finite, have no place in a histogram of magnitudes; their scalars tell.
+        """
+        for number in SHOWN:
+            values = []
+            for name, found in layers.items():
+                self.writer.add_scalar(f"{kind}/{name or 'model'}/{number}", found[number], global_step=step)
+                values.append(found[number])
+            finite = [v for v in values if math.isfinite(v)]
+            if finite:
+                self.writer.add_histogram(f"{kind}/{number}", torch.tensor(finite), global_step=step)
         self.writer.flush()
 
     def finish(self) -> None:

@@ -126,5 +126,6 @@ class Reporting(ABC):
                 "eval_dataloader": self._eval_loader,
                 "resolution": self.accelerator.resolution,
                 "device": self.accelerator.device,
+                "accelerator": self.accelerator,
             }
             self.control = self.callbacks.call(name, self.args, self.state, self.control, **about, **kwargs)

@@ -1,4 +1,4 @@
-"""The run folder: config.yaml, metrics.jsonl and checkpoints, and the rules about entering one that is not empty."""
+"""The run folder: config.yaml, metrics.jsonl, further records and checkpoints, and the rules about entering one that is not empty."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from halfstep import checkpoint
+from halfstep.diagnostics.writing import FILES as RECORDED
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import TrainerCallback
@@ -36,7 +37,7 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Whether an earlier run left numbers or checkpoints here."""
-        return self.metrics.exists() or bool(checkpoint.checkpoints(self.path))
+        return any((self.path / name).exists() for name in (METRICS, *RECORDED)) or bool(checkpoint.checkpoints(self.path))
 
     def owns(self, folder: Path) -> bool:
         """Whether a checkpoint folder is one of this run's."""
@@ -125,7 +126,7 @@ class RunFolder:
         """Remove what a run writes, and nothing else; rules.yaml stays, for the next run to read."""
         for folder in [*checkpoint.checkpoints(self.path), *self._given_up(), *self.path.glob(".checkpoint-*")]:
             checkpoint.discard(folder)
-        for file in (self.metrics, self.path / CONFIG, *(self.path / "runs").glob("events.out.tfevents.*")):
+        for file in (self.metrics, self.path / CONFIG, *(self.path / name for name in RECORDED), *(self.path / "runs").glob("events.out.tfevents.*")):
             file.unlink(missing_ok=True)
 
     def find(self, wanted: bool | str | Path) -> Path:

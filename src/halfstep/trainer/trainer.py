@@ -36,6 +36,7 @@ from halfstep.trainer.outputs import LossFunction, accepts, explained, loss_of
 from halfstep.trainer.processing import chosen_processing, write_processing
 from halfstep.trainer.progress import ProgressCallback
 from halfstep.trainer.ranks import folder_of
+from halfstep.trainer.recording import RecordsWriter
 from halfstep.trainer.run import MetricsWriter
 from halfstep.trainer.schedules import make_scheduler
 from halfstep.trainer.smoothing import smoother_for
@@ -104,7 +105,7 @@ class Trainer(Feeding, Evaluating):
         main, self.run = self.accelerator.is_main_process, folder_of(self.args, self.accelerator.ranks)
         self.state.is_world_process_zero, self.state.is_local_process_zero = main, self.accelerator.is_local_main_process
         trackers = [TrackerCallback(one) for one in trackers_of(self.args)] if main else []
-        self.callbacks = CallbackList([DefaultFlowCallback(), MetricsWriter(self.run)])
+        self.callbacks = CallbackList([DefaultFlowCallback(), MetricsWriter(self.run), RecordsWriter(self.run, trackers)])
         for callback in (*trackers, *(() if self.args.disable_tqdm or not main else (ProgressCallback(),)), *check_callbacks(callbacks)):
             self.add_callback(callback)
         self.settings = self.args.to_dict()

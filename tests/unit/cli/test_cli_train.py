@@ -60,7 +60,8 @@ def test_a_run_says_what_it_does_and_what_came_of_it(halfstep) -> None:
     assert "\nsample:\nThe " in out
     assert lines[-1] == "run folder: runs/001-bf16-mixed"
     run = Path("runs/001-bf16-mixed")
-    assert sorted(p.name for p in run.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "config.yaml", "metrics.jsonl"]
+    records = ["environment.json", "events.jsonl", "layers.jsonl", "memory.json", "metrics.jsonl"]
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "config.yaml", *records]
     assert steps(run) == [2, 4, 6]
     assert load_file(run / "checkpoint-6" / "model.safetensors")["bytes.weight"].shape == (256, 16)
 

@@ -136,7 +136,8 @@ def test_an_accelerators_folder_and_a_bare_file_are_read(tmp_path: Path) -> None
 def test_100000_lines_are_read_in_about_a_second(tmp_path: Path) -> None:
     one = {"loss": 2.1234567, "grad_norm": 1.2345, "lr": 3e-4, "scale": 65536.0, "largest_gradient": {"net.0.weight": 0.5}, "underflow": 0.01}
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        file.writelines(json.dumps(one | {"near": "", "epoch": k / 1000, "step": k, "applied": k, "skipped": 0}) + "\n" for k in range(100_000))
+        begin = json.dumps(one)[:-1]
+        file.writelines(f'{begin}, "near": "", "epoch": {k / 1000}, "step": {k}, "applied": {k}, "skipped": 0}}\n' for k in range(100_000))
     began = time.process_time()
     found = read_run(tmp_path)
     took = time.process_time() - began

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep import StepResult, numerics
 from halfstep import optim as ours
 from halfstep.amp import GradScaler
-from halfstep.step.verdict import FP16_NORMAL, gather, largest_of_each
+from halfstep.step.verdict import FP16_NORMAL, gather
 from halfstep.step.watching import FP16_LIMIT, Close, Magnitudes, Watch, Watching
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -305,7 +305,7 @@ def test_a_name_measured_twice_comes_once_with_its_worst() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_largest_of_each_tensor(dtype: torch.dtype) -> None:
     tensors = [torch.tensor([1.0, -3.0]), torch.tensor([]), torch.tensor([math.nan, math.inf]), torch.tensor([[-math.inf]]), torch.tensor(0.5)]
-    found = largest_of_each([t.to(dtype) for t in tensors], torch.device("cpu"))
+    found = numerics.largest_of_each([t.to(dtype) for t in tensors], torch.device("cpu"))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.tensor([3.0, 0.0, math.nan, math.inf, 0.5]), equal_nan=True, rtol=0, atol=0)
 

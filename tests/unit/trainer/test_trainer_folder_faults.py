@@ -12,6 +12,7 @@ from torch import nn
 
 from halfstep import Trainer, TrainerCallback, TrainingArguments
 from halfstep.checkpoint import checkpoints, hold, is_whole
+from halfstep.diagnostics.writing import FILES as RECORDED
 from halfstep.errors import CheckpointError, ConfigError
 
 
@@ -34,7 +35,8 @@ def trainer(folder: Path, callbacks: tuple = (), **settings) -> Trainer:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    """What is in a folder, without the records of a run (test_trainer_records.py has these)."""
+    return sorted(p.name for p in folder.iterdir() if p.name not in RECORDED)
 
 
 class At(TrainerCallback):

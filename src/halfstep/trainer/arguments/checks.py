@@ -43,6 +43,7 @@ AT_LEAST: dict[str, float] = {
     "ema_decay": 0,
     "seed": 0,
     "data_seed": 0,
+    "record_every": 0,
 }
 BELOW: dict[str, float] = {"ema_decay": 1, "adam_beta1": 1, "adam_beta2": 1, "label_smoothing_factor": 1, "seed": 2**32, "ddp_timeout": 2**31}
 COUNTED = 2**63  # numbers that Python's and torch's counters hold are below it
