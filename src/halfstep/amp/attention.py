@@ -1,7 +1,8 @@
 """Scaled dot product attention of 16-bit tensors on a CPU: computed in fp32 with one rounding, forward and backward.
 
 The forward pass keeps its 16-bit operands and nothing else. The backward pass computes the attention a second time, so that its gradients are those
-of the exact output and not of the rounded one; where torch's flash kernel for the CPU takes the operands, no matrix of all scores is made.
+of the exact output and not of the rounded one; where torch's flash kernel for the CPU takes the operands, no matrix of all scores is made. It takes
+none with dropout: up to `KEPT` scores are then left to torch, which computes the same and keeps them in fp32; more are computed again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", 
 _FLASH_BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 _CHOICE = getattr(torch, "_fused_sdp_choice", None)
 _IS_FLASH = 1  # the number of torch's flash backend
+KEPT = 1 << 20  # scores that may be kept in fp32 for the backward pass, where torch's flash kernel does not run: 4 MB
 
 
 def _as_bias(mask: Tensor | None) -> Tensor | None:
@@ -114,6 +116,9 @@ def attention(
         return rounded(dtype, func, query, key, value, attn_mask, dropout_p, is_causal, **options)
     q, k, v = (narrow(t, dtype) for t in (query, key, value))
     masks = [] if attn_mask is None else [narrow(attn_mask, dtype) if attn_mask.is_floating_point() else attn_mask]
+    if dropout_p > 0 and _few_scores(q, k) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        # torch itself then computes in fp32 from 16-bit operands and rounds once; it keeps fp32 scores, and need not compute them again
+        return func(q, k, v, *(masks or [None]), dropout_p, is_causal, **options)
     if dropout_p > 0 and recorded(q, k, v, *masks):
         batch: Any = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
         shape = (*batch, q.shape[-2], k.shape[-2])
@@ -128,6 +133,10 @@ def attention(
         return out
 
     return again(dtype, plain, q, k, v, *masks)
+
+
+def _few_scores(q: Tensor, k: Tensor) -> bool:
+    return q.numel() // q.shape[-1] * k.shape[-2] <= KEPT if q.shape[-1] else False
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float | None, enable_gqa: bool) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.amp import pieces
+from halfstep.amp import attention, pieces
 from halfstep.amp.emulation import FAMILIES, ROUTES, Emulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")  # torch's own, which pads likewise
@@ -196,15 +196,19 @@ def test_nothing_but_16_bit_numbers_and_booleans_is_kept_for_the_backward_pass(n
     assert {t.dtype for t in saved} <= {torch.bfloat16, torch.bool}
 
 
-def test_with_dropout_too() -> None:
+def test_with_dropout_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for few scores, which torch keeps in fp32."""
+    monkeypatch.setattr(attention, "KEPT", 199)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), emulated(torch.bfloat16):  # type: ignore[func-returns-value]
         sdpa(dropout_p=0.5)(*operands(QKV))
     assert {t.dtype for t in saved} == {torch.bfloat16, torch.bool}
 
 
+@pytest.mark.parametrize("kept", [199, 200])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": -0.4}, {"enable_gqa": True}, {"attn_mask": LOWER}], ids=str)
-def test_dropout_is_that_of_torch_with_the_same_seed(options: dict[str, Any]) -> None:
+def test_dropout_is_that_of_torch_with_the_same_seed(options: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "KEPT", kept)  # there are 200 scores
     heads = 2 if options.get("enable_gqa") else 4
     q, k, v = operands([(2, 4, 5, 8), (2, heads, 5, 8), (2, heads, 5, 8)])
     torch.manual_seed(3)
