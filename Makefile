@@ -34,7 +34,7 @@ nightly: $(VENV)/.nightly
 conformance: $(VENV)/.conformance
 	cd tests && ../$(BIN)/python -m conformance --write ../docs/conformance.md
 
-# halfstep beside its peers on this machine's CPU, in 12 to 15 minutes: writes benchmarks/results/cpu.json and docs/benchmarks.md
+# halfstep beside its peers on this machine's CPU, in 12 to 15 minutes: writes benchmarks/results/cpu-*.json and docs/benchmarks.md
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.suite --write $(ARGS)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cpu.json", ROOT / "docs" / "benchmarks.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 MINUTES, LEAST = 11.0, 0.6  # of all rows together; of a row whose share is 1, however late it is
 
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         options.out.write_text(json.dumps(_measure(options, machine)))
         return 0
     if options.render:
-        PAGE.write_text(page.render(result.read(RESULTS)))
+        PAGE.write_text(page.render(*map(result.read, result.files(RESULTS))))
         return 0
     begun, found, failed = time.monotonic(), {}, []
     left = {row.name: row.share for row in ROWS if row.name in (options.rows or names)}
@@ -54,10 +54,10 @@ def main(argv: list[str]) -> int:
         found[name] = record
         print(page.in_terminal(record), flush=True)
     print(f"{len(found)} rows in {(time.monotonic() - begun) / 60:.1f} minutes" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    if options.write:
-        results = result.merged(result.read(RESULTS), found, names)
-        result.write(RESULTS, results)
-        PAGE.write_text(page.render(result.read(RESULTS)))
+    if options.write and found:
+        file = result.place(RESULTS, next(iter(found.values())))
+        result.write(file, result.merged(result.read(file), found, names))
+        PAGE.write_text(page.render(*map(result.read, result.files(RESULTS))))
     if options.json is not None:
         result.write(options.json, result.merged({"rows": {}}, found, names))
     return len(failed) > 0
@@ -71,7 +71,9 @@ def _options(names: list[str], argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch's threads in every process (all cores)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and 2 rounds: whether it runs, not how fast")
     parser.add_argument(
-        "--write", action="store_true", help=f"keep the numbers in {RESULTS.relative_to(ROOT)} and make {PAGE.relative_to(ROOT)} from them"
+        "--write",
+        action="store_true",
+        help=f"keep the numbers in {RESULTS.relative_to(ROOT)} by kind of CPU and make {PAGE.relative_to(ROOT)} from them",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write these rows alone to a file")
     parser.add_argument("--render", action="store_true", help="measure nothing, make the page from the numbers that are kept")

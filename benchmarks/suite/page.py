@@ -7,8 +7,8 @@ from typing import Any
 
 HEAD = """# Benchmarks on a CPU
 
-This page is made from `benchmarks/results/cpu.json`; `make bench` measures all rows anew and writes both. One row again:
-`python -m benchmarks.suite --rows NAME --write`. Nothing here is typed by hand.
+This page is made from `benchmarks/results/cpu-*.json`, a file for each kind of CPU; `make bench` measures all rows anew and writes both. One
+row again: `python -m benchmarks.suite --rows NAME --write`. Nothing here is typed by hand.
 
 **How.** Every row has a process of its own, and its contenders take turns in it, warmed up, the order flipped every round. Each round gives
 one ratio between two contenders; the median over the rounds stands here with its quartiles. A Trainer runs its own loop, left and entered
@@ -22,13 +22,21 @@ for orientation.
 FEW = 5  # fewer rounds than this are marked
 
 
-def render(results: dict[str, Any]) -> str:
-    """The whole page, from the file of results alone."""
-    rows = list(results["rows"].values())
-    if not rows:
+def render(*results: dict[str, Any]) -> str:
+    """The whole page, from files of results alone, each of one kind of CPU."""
+    parts = [HEAD]
+    measured = [list(r["rows"].values()) for r in results if r["rows"]]
+    if not measured:
         return HEAD + "\nNothing has been measured yet.\n"
-    parts = [HEAD, "## Where halfstep stands", table(SUMMARY, summary(rows)), "## The machine", machines(rows)]
-    return "\n\n".join([*(p.strip() for p in parts), *(section(row) for row in rows)]) + "\n"
+    for rows in measured:
+        parts += ["## Where halfstep stands" + on(rows[0]), table(SUMMARY, summary(rows)), "### The machine", machines(rows)]
+    return "\n\n".join([*(p.strip() for p in parts), *(section(row) for rows in measured for row in rows)]) + "\n"
+
+
+def on(row: dict[str, Any]) -> str:
+    """The kind of CPU that a row was measured on, to stand in a heading."""
+    native = " and ".join(row["machine"]["native"]) or "no 16-bit format"
+    return f", on a CPU with {native} in hardware"
 
 
 SUMMARY = ("row", "ours / other", "ratio", "quartiles", "reach", "stretch", "A/A", "")
@@ -92,7 +100,7 @@ def span(values: Sequence[float]) -> str:
 
 def section(row: dict[str, Any]) -> str:
     """One row with all contenders."""
-    parts = [f"## {row['title']}", f"`{row['name']}`: {row['says']}."]
+    parts = [f"## {row['title']}{on(row)}", f"`{row['name']}`: {row['says']}."]
     parts.append(
         table(("", row_unit(row), "quartiles", "ours to it", "rounds", "floor", "loss, first and last"), [line(c, row) for c in row["contenders"]])
     )
@@ -140,7 +148,7 @@ def scaled(value: float, row: dict[str, Any]) -> str:
 
 def anchor(row: dict[str, Any]) -> str:
     """The link to a section, as GitHub makes it."""
-    kept = "".join(c for c in row["title"].lower() if c.isalnum() or c in " -_")
+    kept = "".join(c for c in (row["title"] + on(row)).lower() if c.isalnum() or c in " -_")
     return kept.replace(" ", "-")
 
 

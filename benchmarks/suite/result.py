@@ -84,6 +84,16 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+def files(folder: Path) -> list[Path]:
+    """The files of results there, one for each kind of CPU."""
+    return sorted(folder.glob("cpu-*.json"))
+
+
+def place(folder: Path, record: dict[str, Any]) -> Path:
+    """The file that a row belongs to, by the kind of CPU it was measured on."""
+    return folder / f"cpu-{record['machine']['level'].lower().replace('+', '-')}.json"
+
+
 def merged(found: dict[str, Any], rows: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
     """The results with these rows put in the place of older ones, in the order of the table."""
     every = found["rows"] | rows

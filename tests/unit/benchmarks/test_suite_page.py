@@ -8,7 +8,7 @@ from benchmarks.suite import result
 from benchmarks.suite.__main__ import PAGE, RESULTS
 from benchmarks.suite.method import Claim, Excluded, Taken
 from benchmarks.suite.page import in_terminal, render, standing, table
-from benchmarks.suite.result import merged, read, row_of, write
+from benchmarks.suite.result import files, merged, place, read, row_of, write
 from benchmarks.suite.rows import ROWS
 
 ROOT = Path(__file__).parents[3]
@@ -37,16 +37,22 @@ def record(name="one", day="2026-01-01", ours=(0.1, 0.1, 0.1)):
 
 
 def test_the_page_in_the_documents_is_made_from_the_numbers():
-    assert PAGE.read_text() == render(read(RESULTS))
+    assert PAGE.read_text() == render(*map(read, files(RESULTS)))
 
 
 def test_the_kept_numbers_are_of_rows_that_exist():
-    assert list(read(RESULTS)["rows"]) == [row.name for row in ROWS if row.name in read(RESULTS)["rows"]]
+    for file in files(RESULTS):
+        rows = read(file)["rows"]
+        assert list(rows) == [row.name for row in ROWS if row.name in rows]
+        assert {place(RESULTS, row) for row in rows.values()} == {file}
 
 
 def test_a_page_has_the_ratio_the_verdict_the_excluded_and_the_machine():
     page = render({"rows": {"one": record()}})
-    assert "| [Row one, bf16](#row-one-bf16) | ours / slow | **0.067** | 0.50 | 0.25 | 1.000 | reached, stretch too (1 round) |" in page
+    assert (
+        "| [Row one, bf16](#row-one-bf16-on-a-cpu-with-no-16-bit-format-in-hardware) | ours / slow | **0.067** | 0.50 | 0.25 | 1.000 | reached, stretch too (1 round) |"
+        in page
+    )
     assert "theirs (is not fp16)" in page
     assert "| slow | 1,500 |  | 0.067 | (1) | 50 | 3.000, 2.900 |" in page
     assert "CPU (AVX2; no 16-bit format in hardware), 2 threads" in page
@@ -57,6 +63,15 @@ def test_rows_of_several_days_are_named():
     page = render({"rows": {"one": record(), "two": record("two", "2026-01-02")}})
     assert "- one: CPU" in page
     assert "- two: CPU" in page
+
+
+def test_each_kind_of_cpu_has_a_table_of_its_own():
+    other = record()
+    other["machine"] = other["machine"] | {"level": "AVX512", "native": ["bf16"]}
+    page = render({"rows": {"one": record()}}, {"rows": {"one": other}})
+    assert "## Where halfstep stands, on a CPU with no 16-bit format in hardware" in page
+    assert "## Where halfstep stands, on a CPU with bf16 in hardware" in page
+    assert "[Row one, bf16](#row-one-bf16-on-a-cpu-with-bf16-in-hardware)" in page
 
 
 def test_the_terminal_says_the_same():
