@@ -49,10 +49,8 @@ def test_the_kept_numbers_are_of_rows_that_exist():
 
 def test_a_page_has_the_ratio_the_verdict_the_excluded_and_the_machine():
     page = render({"rows": {"one": record()}})
-    assert (
-        "| [Row one, bf16](#row-one-bf16-on-a-cpu-with-no-16-bit-format-in-hardware) | ours / slow | **0.067** | 0.50 | 0.25 | 1.000 | reached, stretch too (1 round) |"
-        in page
-    )
+    assert "| [Row one, bf16](#row-one-bf16-on-a-cpu-with-no-16-bit-format-in-hardware) | ours / slow | **0.067** |" in page
+    assert " | **0.067** | 0.50 | 0.25 | 1.000 | reached, stretch too (1 round) |" in page
     assert "theirs (is not fp16)" in page
     assert "| slow | 1,500 |  | 0.067 | (1) | 50 | 3.000, 2.900 |" in page
     assert "CPU (AVX2; no 16-bit format in hardware), 2 threads" in page
