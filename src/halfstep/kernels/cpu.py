@@ -22,6 +22,7 @@ from halfstep.kernels.rows import ROW as ROW
 from halfstep.kernels.rows import keys, tables
 from halfstep.kernels.rows import row as row
 from halfstep.numerics import Settings
+from halfstep.numerics.noise import WORD
 
 Table = npt.NDArray[np.int64]
 
@@ -44,7 +45,7 @@ class Plan:
         self._seed = seed
         self._places = np.array([places(item) for item in self.items], dtype=np.int64).reshape(-1, 6)
         self._kinds = np.array([kinds(item) for item in self.items], dtype=np.int32).reshape(-1, 4)
-        self._parameters = np.array([item.parameter & 0xFFFFFFFF for item in self.items], dtype=np.uint32)
+        self._parameters = np.array([item.parameter & WORD for item in self.items], dtype=np.uint32)
         self._chunks, self._ends = cut(tuple(item.weight.numel() for item in self.items))
 
     def run(self, gradients: Sequence[Tensor | None], steps: Sequence[Settings], factor: float = 1.0, noise_step: int = 0) -> None:

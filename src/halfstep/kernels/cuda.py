@@ -47,6 +47,7 @@ from halfstep.kernels.rows import ROW as ROW
 from halfstep.kernels.rows import keys, tables
 from halfstep.kernels.rows import row as row
 from halfstep.numerics import Settings
+from halfstep.numerics.noise import WORD
 
 Table = npt.NDArray[np.int64]
 
@@ -234,7 +235,7 @@ class Plan:
         sizes = [item.weight.numel() for item in self.items]
         self._aligned = (where % WIDE == 0).all(axis=1)
         self._kinds = [kinds(item) for item in self.items]
-        self._parameters = np.array([item.parameter & 0xFFFFFFFF for item in self.items], dtype=np.uint32)
+        self._parameters = np.array([item.parameter & WORD for item in self.items], dtype=np.uint32)
         self._chunks = [np.stack((np.full(number, i), np.arange(number)), axis=1) for i, number in enumerate(map(_chunks_of, sizes))]
         self._places, self._sizes = _sent(where, self._device), _sent(np.array(sizes, dtype=np.int64), self._device)
         self._launches: tuple[bytes, list[_Launch]] = (b"", [])  # of the step before, and what told them from others

@@ -67,20 +67,13 @@ class EMA:
             raise StepOrderError("update() was called inside applied(), where the weights are the averages", "Close the block before the next step.")
         share, entries = 1 - self.decay_at(self.updates), []
         with torch.inference_mode(False), torch.no_grad():
-            for found, averages in ((self._weights(), self.averages), (self._statistics(), self.buffer_averages)):
-                for name, t in found:
-                    known = averages.get(name)
-                    if known is None:
-                        averages[name] = full_values(t)
-                        continue
-                    if known.shape != t.shape:
-                        raise ConfigError(
-                            f"{name} had the shape {tuple(known.shape)} at the last update and has {tuple(t.shape)} now",
-                            "Make a new average after changing the model.",
-                        )
-                    if known.device != t.device:
-                        known = averages[name] = known.to(t.device)
-                    entries.append((t, known))
+            both = (self._weights(), self.averages), (self._statistics(), self.buffer_averages)
+            for name, t, averages in [(name, t, averages) for found, averages in both for name, t in found if _fits(name, t, averages)]:
+                if averages[name].device != t.device:
+                    averages[name] = averages[name].to(t.device)
+                entries.append((t, averages[name]))
+            for found, averages in both:
+                averages.update({name: full_values(t) for name, t in found if name not in averages})
             _follow(entries, share)
         self.updates += 1
 
@@ -197,6 +190,16 @@ def _refuse_settings(decay: Any, warmup: Any, buffers: Any = BUFFERS[0]) -> None
     for name, given, known in (("warmup", warmup, tuple(WARMUPS)), ("buffers", buffers, BUFFERS)):
         if given not in known:
             raise ConfigError(f"{name}={given!r} is not known", suggest(str(given), known))
+
+
+def _fits(name: str, t: Tensor, averages: Mapping[str, Tensor]) -> bool:
+    """Whether there is an average of `name`. Raises ConfigError for one of another shape."""
+    if name in averages and averages[name].shape != t.shape:
+        raise ConfigError(
+            f"{name} had the shape {tuple(averages[name].shape)} at the last update and has {tuple(t.shape)} now",
+            "Make a new average after changing the model.",
+        )
+    return name in averages
 
 
 def _format(t: Tensor) -> torch.dtype:

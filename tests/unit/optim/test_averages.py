@@ -397,3 +397,12 @@ def test_a_weight_of_another_shape_is_refused() -> None:
     net.weight = nn.Parameter(torch.zeros(5, 2))
     with pytest.raises(ConfigError, match=r"\(4, 2\).*\(5, 2\)"):
         average.update()
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2))
+    whole[0].requires_grad_(False)
+    average = EMA(whole)
+    average.update()
+    whole[0].requires_grad_(True)
+    whole[1].weight = nn.Parameter(torch.zeros(5, 2))
+    with pytest.raises(ConfigError, match=r"1.weight had the shape"):
+        average.update()
+    assert list(average.averages) == ["1.weight"], "a refused update begins no average"
