@@ -1,6 +1,6 @@
 """The pictures of the README: `python tools/screenshots.py` trains the small GPT in fp16-mixed, reports the run, and takes them in Chromium.
 
-Writes docs/images/report-{desktop,phone,dark}.png. `--run FOLDER` takes a run that is there instead. Needs plotly, jinja2, playwright, pillow
+Writes docs/images/report-{desktop,dark,phone,layers}.png. `--run FOLDER` takes a run that is there instead. Needs plotly, jinja2, playwright, pillow
 and a chromium.
 """
 
@@ -18,17 +18,19 @@ ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
 LARGEST = 200_000  # bytes of a picture
 SETTINGS = ("--precision", "fp16-mixed", "--max_steps", "300", "--logging_steps", "2", "--eval_steps", "50", "--sample_length", "0")
-RECORDS = ("--record_every", "10", "--audit", "true")
+RECORDS = ("--record_every", "10")
+PARTS = {"layers": "#layers figure"}  # pictures of a part of the page
 VIEWS: dict[str, dict[str, Any]] = {
     "desktop": {"viewport": {"width": 1200, "height": 1150}},
     "dark": {"viewport": {"width": 1200, "height": 1150}, "color_scheme": "dark"},
+    "layers": {"viewport": {"width": 1000, "height": 900}},
     "phone": {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2},
 }
 
 
 def train(folder: Path) -> Path:
     """A run of the demo in a new folder."""
-    run = folder / "fp16-mixed"
+    run = folder / "001-fp16-mixed"
     subprocess.run([sys.executable, "-m", "halfstep.cli.main", "train", *SETTINGS, *RECORDS, "--output_dir", str(run)], check=True)
     return run
 
@@ -50,7 +52,7 @@ def shoot(page_file: Path, to: Path) -> list[Path]:
             page.goto(page_file.as_uri())
             page.wait_for_selector("html[data-ready=yes]", state="attached")
             path = to / f"report-{name}.png"
-            page.screenshot(path=path)
+            (page.locator(PARTS[name]) if name in PARTS else page).screenshot(path=path)
             Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
             made.append(path)
         browser.close()

@@ -53,7 +53,8 @@ def did_it_train(run: History) -> Answer:
             return Answer(question, "watch", f"At first: the loss rose again to {number(final)}.", f"{told} Lowest part: {number(lowest)}.")
         if series.bad:
             return Answer(question, "watch", f"Yes, with {count(series.bad, 'record')} that {_is(series.bad)} not finite.", told)
-        return Answer(question, "good", f"Yes: the loss fell {path}.", f"In {count(run.steps, 'step')}. {evaluated}".strip())
+        detail = f"In {count(run.steps, 'step')} (medians of the first and the last 5 % of the records). {evaluated}"
+        return Answer(question, "good", f"Yes: the loss fell {path}.", detail.strip())
     if final > first + max(NOISE * error, 0.002 * abs(first)):
         return Answer(question, "bad", "No: the loss rose.", f"It went {path} in {count(run.steps, 'step')}. {evaluated}".strip())
     told = f"It went {path} in {count(run.steps, 'step')}, which is within its noise. {evaluated}"
