@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 FAMILIES = ("matmul", "convolution", "attention")
 HALF = ("bf16", "fp16")
 CLEARLY = 1.1  # how much faster something must be to be preferred to what is safe: measurements of one machine differ by less
+ATTENTION = 0.1  # of the operations of a model that has other products too
 ROUTE = 1  # raised when emulation becomes faster or slower: rates measured before are then measured again
 
 
@@ -83,21 +84,30 @@ class Rates:
         return tuple(row.family for row in self.of(format) if row.emulate)
 
     def gain(self, format: str, families: Sequence[str] = FAMILIES) -> float:
-        """How many times as fast as fp32 the slowest of `families` is in `format`, of those that were measured; 0 for a format that was not."""
+        """How many times as fast as fp32 products of `families` are in `format`, of those that were measured; 0 for a format that was not.
+
+        The slower of matrix products and convolutions, and attention for a tenth of the operations where it is not alone: its products take
+        tokens / (6 * width + tokens) of a transformer's, so that a tenth is a sequence of two thirds of the width.
+        """
         rows = self.of(format)
-        return min((row.gain for row in [r for r in rows if r.family in families] or rows), default=0.0)
+        gains = {row.family: row.gain for row in [r for r in rows if r.family in families] or rows}
+        attention = gains.pop("attention", None)
+        slower = min(gains.values(), default=0.0 if attention is None else attention)
+        return slower if attention is None or not slower or not attention else 1 / ((1 - ATTENTION) / slower + ATTENTION / attention)
 
     def fastest(self, families: Sequence[str] = FAMILIES) -> tuple[str, str]:
         """The format ("fp32", "bf16", "fp16") to multiply in, by speed alone, and why.
 
-        A 16-bit one only where each of `families` is clearly faster in it than in fp32; bf16, unless fp16 is as much faster again.
+        A 16-bit one only where products of `families` are clearly faster in it than in fp32; bf16, unless fp16 is as much faster again.
         """
         gains = {form: self.gain(form, families) for form in HALF}
         best = "fp16" if gains["fp16"] >= CLEARLY * gains["bf16"] else "bf16"
         if gains[best] < CLEARLY:
             listed = " and ".join(f"{gains[form]:.2f} in {form}" for form in HALF)
             return "fp32", f"16-bit products are not faster here ({listed} times fp32's rate)"
-        return best, f"{best} products run at {gains[best]:.2f} times fp32's rate or more"
+        apart = [row for row in self.of(best) if row.family in families]
+        listed = f" ({', '.join(f'{row.family} {row.gain:.2f}' for row in apart)})" if len(apart) > 1 else ""
+        return best, f"{best} products run at {gains[best]:.2f} times fp32's rate{listed}"
 
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""

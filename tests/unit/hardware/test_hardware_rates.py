@@ -43,8 +43,10 @@ def test_each_family_is_decided_for_itself() -> None:
     found = Rates("cpu", (*rows, Rate("matmul", "fp16", 1, 1, 1)))
     assert found.emulated("bf16") == ("convolution", "attention")
     assert found.emulated("fp16") == ("matmul",)
-    assert found.gain("bf16") == 0.8
+    assert found.gain("bf16") == 1 / (0.9 / 0.8 + 0.1 / 0.9), "the slower of matmul and convolution, and attention for a tenth"
     assert found.gain("bf16", ("matmul",)) == 2
+    assert found.gain("bf16", ("attention",)) == 0.9
+    assert found.gain("bf16", ("matmul", "attention")) == 1 / (0.9 / 2 + 0.1 / 0.9)
     assert found.gain("fp16", ("attention",)) == 1, "of a family that was not measured the others tell"
     assert found.gain("fp8") == 0
 

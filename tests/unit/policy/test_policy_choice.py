@@ -42,6 +42,12 @@ def test_only_the_products_that_a_model_has_count() -> None:
     assert recommend(CPU, slow_convolutions, dataclasses.replace(SMALL, families=("matmul", "attention"))).policy == parse("bf16-mixed")
 
 
+def test_slow_attention_does_not_outweigh_products_that_are_fast() -> None:
+    """A CPU with AVX512-BF16: matrix products at 1.55 of fp32's rate, attention at 0.83; whole steps of a GPT-2 at 0.7 of fp32's time."""
+    assert recommend(CPU, rates(1.55, 0.1, attention=0.83), SMALL).policy == parse("bf16-mixed")
+    assert recommend(CPU, rates(1.55, 0.1, attention=0.1), SMALL).policy == parse("fp32")
+
+
 @pytest.mark.parametrize(
     ("bf16", "fp16", "ladder"),
     [
