@@ -68,11 +68,13 @@ def _per_second(rate: float, unit: str) -> str:
 
 
 def diagnose(capabilities: Capabilities, rates: Rates | None = None) -> Diagnosis:
-    """The precision that suits a device, by its rates, or without them by what it has instructions for."""
+    """The precision that suits a device, by its rates for a transformer, or without them by what it has instructions for."""
     if rates is not None:
-        form, why = rates.fastest()
+        form, why = rates.fastest(("matmul", "attention"))
         memory = "; the *-lean precisions train in half the memory" if form == "fp32" else ""
-        return Diagnosis(capabilities, form if form == "fp32" else f"{form}-mixed", why + memory, rates)
+        images, _ = rates.fastest(("convolution",))
+        apart = f"; a net of convolutions: {_mixed(images)}" if images != form else ""
+        return Diagnosis(capabilities, _mixed(form), why + memory + apart, rates)
     if capabilities.is_native("bf16"):
         return Diagnosis(capabilities, "bf16-mixed", "bf16 is native here and needs no loss scale")
     if capabilities.is_native("fp16"):
@@ -83,6 +85,10 @@ def diagnose(capabilities: Capabilities, rates: Rates | None = None) -> Diagnosi
         "no 16-bit format is native here; bf16-mixed and fp16-mixed run with the right numbers (operands rounded to 16 bits, multiplied in fp32) "
         "but are not faster than fp32",
     )
+
+
+def _mixed(form: str) -> str:
+    return form if form == "fp32" else f"{form}-mixed"
 
 
 def doctor(device: str | None = None) -> Diagnosis:

@@ -92,8 +92,10 @@ class Rates:
         rows = self.of(format)
         gains = {row.family: row.gain for row in [r for r in rows if r.family in families] or rows}
         attention = gains.pop("attention", None)
-        slower = min(gains.values(), default=0.0 if attention is None else attention)
-        return slower if attention is None or not slower or not attention else 1 / ((1 - ATTENTION) / slower + ATTENTION / attention)
+        if attention is None or not gains:
+            return min(gains.values(), default=attention or 0.0)
+        slower = min(gains.values())
+        return 1 / ((1 - ATTENTION) / slower + ATTENTION / attention) if slower and attention else 0.0
 
     def fastest(self, families: Sequence[str] = FAMILIES) -> tuple[str, str]:
         """The format ("fp32", "bf16", "fp16") to multiply in, by speed alone, and why.

@@ -166,3 +166,11 @@ def test_a_gpus_rates_are_shown_without_a_choice() -> None:
 def test_measured_rates_advise_before_instructions_do(bf16: dict, fp16: dict, advice: str) -> None:
     for device in (CPU, CPU_FP16):
         assert diagnose(device, rates_of(bf16=bf16, fp16=fp16)).advice == advice
+
+
+def test_nets_of_convolutions_have_advice_of_their_own_where_it_differs() -> None:
+    mixed = FAST | {"convolution": (2e10, 1e10, 1.6e10)}
+    found = diagnose(CPU, rates_of(bf16=mixed, fp16=SLOW))
+    assert found.advice == "bf16-mixed"
+    assert found.reason.endswith("; a net of convolutions: fp32")
+    assert "convolutions" not in diagnose(CPU, rates_of(bf16=FAST, fp16=SLOW)).reason
