@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.memory_plan import MemoryPlan as MemoryPlan
     from halfstep.diagnostics.plan import plan as plan
     from halfstep.diagnostics.planned import Plan as Plan
+    from halfstep.diagnostics.compare import compare as compare
     from halfstep.diagnostics.scan import scan as scan
+    from halfstep.diagnostics.simulate import simulate as simulate
     from halfstep.diagnostics.trace import trace as trace
     from halfstep.hardware import doctor as doctor
     from halfstep.optim import ema as ema
@@ -60,7 +62,9 @@ _WHERE = {
     "memory": "halfstep.diagnostics",
     "Plan": "halfstep.diagnostics",
     "plan": "halfstep.diagnostics",
+    "compare": "halfstep.diagnostics.compare",
     "scan": "halfstep.diagnostics",
+    "simulate": "halfstep.diagnostics.simulate",
     "trace": "halfstep.diagnostics",
     "amp": "",
     "doctor": "halfstep.hardware",

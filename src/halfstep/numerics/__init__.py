@@ -10,6 +10,7 @@ from halfstep.numerics.error import Error as Error
 from halfstep.numerics.error import error as error
 from halfstep.numerics.formats import FORMATS as FORMATS
 from halfstep.numerics.formats import Format as Format
+from halfstep.numerics.formats import format_named as format_named
 from halfstep.numerics.formats import ulp as ulp
 from halfstep.numerics.gradients import LARGEST_GRADIENT as LARGEST_GRADIENT
 from halfstep.numerics.gradients import clip_factor as clip_factor

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from halfstep.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,34 @@ FORMATS: dict[str, Format] = {
         Format("e5m2", torch.float8_e5m2, 5, 2),
     )
 }
+
+
+_BITS = re.compile(r"e([0-9]+)m([0-9]+)(fn)?")
+
+
+def format_named(name: str) -> Format:
+    """The format that a text names, in capitals or not: one of `FORMATS`, or "eXmY" by its bits of exponent and mantissa ("e5m10", "e6m9").
+
+    Formats have inf, as IEEE's do, but for "e4m3", which is that of 8-bit hardware, and those with "fn" at the end ("e5m2fn"): they stop at the
+    largest. Raises ConfigError for a text that is none, and for more bits than fp32 has: numbers are rounded in fp32.
+    """
+    text = name.strip().lower()
+    if text in FORMATS:
+        return FORMATS[text]
+    found = _BITS.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{name!r} names no number format", f"Use one of {', '.join(FORMATS)}, or eXmY such as e5m10 or e6m9.")
+    exponent, mantissa, finite = int(found[1]), int(found[2]), found[3] is not None
+    if not (2 <= exponent <= 8 and 1 <= mantissa <= 23):
+        raise ConfigError(
+            f"{name!r} has {exponent} bits of exponent and {mantissa} of mantissa", "Use 2 to 8 and 1 to 23: numbers are rounded in fp32."
+        )
+    known = next((f for f in FORMATS.values() if (f.exponent_bits, f.mantissa_bits, f.infinite) == (exponent, mantissa, not finite)), None)
+    if known is not None:
+        return Format(text, known.dtype, exponent, mantissa, infinite=not finite)
+    if finite and exponent == 8:
+        raise ConfigError(f"{name!r} has numbers beyond fp32's", "Use at most 7 bits of exponent for a format without inf.")
+    return Format(text, None, exponent, mantissa, infinite=not finite)
 
 
 def ulp(x: Tensor, fmt: Format) -> Tensor:
