@@ -116,7 +116,7 @@ def attention(
         return rounded(dtype, func, query, key, value, attn_mask, dropout_p, is_causal, **options)
     q, k, v = (narrow(t, dtype) for t in (query, key, value))
     masks = [] if attn_mask is None else [narrow(attn_mask, dtype) if attn_mask.is_floating_point() else attn_mask]
-    if dropout_p > 0 and _few_scores(q, k) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+    if dropout_p > 0 and _few_scores(q, k) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():  # type: ignore[no-untyped-call]
         # torch itself then computes in fp32 from 16-bit operands and rounds once; it keeps fp32 scores, and need not compute them again
         return func(q, k, v, *(masks or [None]), dropout_p, is_causal, **options)
     if dropout_p > 0 and recorded(q, k, v, *masks):
