@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from halfstep import errors as errors
     from halfstep import optim as optim
     from halfstep.accelerator import Accelerator as Accelerator
+    from halfstep.diagnostics.compare import compare as compare
     from halfstep.diagnostics.memory import memory as memory
     from halfstep.diagnostics.memory_plan import MemoryPlan as MemoryPlan
     from halfstep.diagnostics.plan import plan as plan
     from halfstep.diagnostics.planned import Plan as Plan
-    from halfstep.diagnostics.compare import compare as compare
     from halfstep.diagnostics.scan import scan as scan
     from halfstep.diagnostics.simulate import simulate as simulate
     from halfstep.diagnostics.trace import trace as trace

@@ -30,6 +30,7 @@ NAMES = [
     "TrainingArguments",
     "__version__",
     "amp",
+    "compare",
     "doctor",
     "ema",
     "errors",
@@ -38,6 +39,7 @@ NAMES = [
     "plan",
     "report",
     "scan",
+    "simulate",
     "trace",
 ]
 AMP_NAMES = {"autocast", "GradScaler"}
