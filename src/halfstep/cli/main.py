@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "say which precision a model can be trained in here, and which of its modules must stay in fp32",
     "export": "write the model of a checkpoint as safetensors in fp32, bf16 or fp16",
     "report": "say what one or more runs came to, as one HTML page, as Markdown, or on the terminal",
+    "compare": "train in two precisions side by side and name the module where they part",
     "doctor": "say what this device can do and which precision suits it",
 }
 

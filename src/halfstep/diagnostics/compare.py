@@ -38,7 +38,7 @@ def compare(
     seeds: int = 3,
     optimizer: MakesOptimizer | None = None,
     loss: Loss = None,
-    tolerance: float = 8.0,
+    tolerance: float = 5.0,
     compile: bool = False,
     as_written: bool = False,
 ) -> Comparison:

@@ -88,7 +88,8 @@ class LossVerdict:
     """Where the runs end: final losses of the reference and the tested run, one of each for each seed, and whether they can be told apart.
 
     spread: standard deviation of the reference's over seeds, None for one seed. difference: of the means, tested less reference. errors: the same in
-    standard errors of that difference, None where there is no spread. verdict: "not told apart", "higher", "lower", "nonfinite" or "not judged".
+    standard errors of that difference, None where there is no spread. resolution: a smaller difference is that of the format's last digit.
+    verdict: "not told apart", "higher", "lower", "nonfinite" or "not judged".
     """
 
     reference: tuple[float, ...]
@@ -96,6 +97,7 @@ class LossVerdict:
     spread: float | None
     difference: float
     errors: float | None
+    resolution: float
     verdict: Literal["not told apart", "higher", "lower", "nonfinite", "not judged"]
 
     def __str__(self) -> str:
@@ -106,7 +108,8 @@ class LossVerdict:
         if self.errors is None:
             return f"{means}, {seeds}: {self.verdict}" + (", there is no spread to judge by" if self.verdict == "not judged" else "")
         spread = number(self.spread if self.spread is not None else 0.0)
-        return f"{means}: {self.verdict} ({self.errors:+.1f} standard errors; {seeds} spread by {spread})"
+        fine = ", less than the format resolves" if self.verdict == "not told apart" and abs(self.errors) > TOLD_APART else ""
+        return f"{means}: {self.verdict} ({self.errors:+.1f} standard errors{fine}; {seeds} spread by {spread})"
 
 
 def judged(reference: Sequence[float], tested: Sequence[float], resolution: float) -> LossVerdict:
@@ -117,16 +120,18 @@ def judged(reference: Sequence[float], tested: Sequence[float], resolution: floa
     theirs, own = tuple(reference), tuple(tested)
     difference = _mean(own) - _mean(theirs)
     if not all(map(math.isfinite, own)) and all(map(math.isfinite, theirs)):
-        return LossVerdict(theirs, own, None, difference, None, "nonfinite")
+        return LossVerdict(theirs, own, None, difference, None, resolution, "nonfinite")
     if len(own) < 2 or not math.isfinite(difference):
-        return LossVerdict(theirs, own, None, difference, None, "not told apart" if difference == 0 else "not judged")
+        return LossVerdict(theirs, own, None, difference, None, resolution, "not told apart" if difference == 0 else "not judged")
     spread = statistics.stdev(theirs)
     error = math.sqrt((statistics.variance(theirs) + statistics.variance(own)) / len(own))
     if error == 0:
-        return LossVerdict(theirs, own, spread, difference, None, "not told apart" if difference == 0 else "not judged")
+        return LossVerdict(theirs, own, spread, difference, None, resolution, "not told apart" if difference == 0 else "not judged")
     errors = difference / error
     apart = abs(errors) > TOLD_APART and abs(difference) > resolution
-    return LossVerdict(theirs, own, spread, difference, errors, "not told apart" if not apart else "higher" if difference > 0 else "lower")
+    return LossVerdict(
+        theirs, own, spread, difference, errors, resolution, "not told apart" if not apart else "higher" if difference > 0 else "lower"
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

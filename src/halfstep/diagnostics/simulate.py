@@ -19,13 +19,14 @@ from halfstep.amp.as_written import as_written
 from halfstep.amp.mode import OPENED, opened
 from halfstep.amp.ops import LOW, every_form, inexact
 from halfstep.errors import ConfigError, suggest
-from halfstep.numerics import Format, format_named, nearest, ulp
+from halfstep.numerics import FORMATS, Format, format_named, nearest, ulp
 from halfstep.tracing.observe import quiet
 
 WHAT = ("inputs", "weights", "outputs", "gradients")
 PRODUCTS = frozenset(every_form((*LOW, "bilinear", "dot", "vdot", "inner", "tensordot")))
 # where a weight that is no operand of a product is read: norms, tables, arithmetic
 READERS = frozenset((*inexact(), *every_form(("embedding", "embedding_bag", "index_select", "__getitem__", "where")))) - PRODUCTS - OPENED
+LARGEST = FORMATS["fp32"].largest
 SHOWN = 8  # modules in the text of a simulation
 
 
@@ -204,13 +205,19 @@ class Simulation:
 
     def nearest(self, x: Tensor, name: tuple[str, str], what: str) -> Tensor:
         """`x` rounded, and counted under a module's name."""
-        result = nearest(x.detach().float(), self.format)
+        form, one = self.format, x.new_ones((), dtype=torch.float32)
         with quiet():
-            key = (*name, what)
-            counts = _counts(x.detach().float(), result, self.format)
-            known = self._sums.get(key)
-            self._sums[key] = counts if known is None else known + counts.to(known.device)
-        return result.to(x.dtype)
+            wide = x.detach().float()
+            made = nearest(wide, form)
+            counts = _counts(wide, made, form)
+            known = self._sums.get((*name, what))
+            self._sums[(*name, what)] = counts if known is None else known + counts.to(known.device)
+            over = made.isinf() & wide.isfinite()
+            kept = ~made.isfinite() & ~over  # inf and NaN that were there before
+            made = torch.where(over, torch.copysign(one * form.largest, wide), torch.where(kept, 0 * one, made))
+            factor = torch.where(over, one * LARGEST, one)
+        # what a trace sees of a rounding: a product that overflows where the format does, and what was not finite before
+        return torch.where(kept, x.detach(), (made * factor).to(x.dtype))
 
 
 class _Round(torch.autograd.Function):

@@ -1,0 +1,273 @@
+"""Two runs side by side: each planted fault is found in one run with its module first, each healthy twin is alike."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from planted import Convolutions, Net, Recurrent, images, texts
+from torch import nn
+
+import halfstep
+from halfstep.amp import bind
+from halfstep.diagnostics.compare import compare
+from halfstep.diagnostics.comparison import judged
+from halfstep.errors import ConfigError, PolicyError
+from halfstep.policy import PRESETS, parse
+
+# fault: precision that it is looked for under, the divergence's fault, module and direction
+PLANTED = {
+    "residual": ("bf16-mixed", "cast", "blocks.1", "forward"),
+    "softmax": ("fp16-mixed", "cast", "blocks.1.attention", "forward"),
+    "mask": ("fp16-mixed", "nonfinite", "blocks.1.attention", "forward"),
+    "norm": ("fp16-true", "nonfinite", "blocks.1.before", "forward"),
+    "overflow": ("fp16-mixed", "nonfinite", "blocks.1.up", "forward"),
+    "backward": ("fp16-mixed", "cast", "blocks.1", "backward"),
+    "autocast": ("bf16-mixed", "cast", "blocks.1", "forward"),
+    "positions": ("bf16-mixed", "cast", "positions", "forward"),
+    "rotary": ("bf16-mixed", "error", "positions", "forward"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found_in_one_run_and_its_module_named_first(fault):
+    precision, kind, module, direction = PLANTED[fault]
+    found = compare(Net(fault), texts(1), precision, steps=1, seeds=1)
+    assert (found.first.fault, found.first.module, found.first.direction, found.first.step) == (kind, module, direction, 0)
+    assert found.status == 1
+    assert str(found).startswith(f"diverged: {module} (")
+    if kind == "cast":
+        assert found.first.source.startswith("planted.py:")
+
+
+@pytest.mark.parametrize("precision", [*PRESETS, "simulate:e5m10"])
+def test_its_healthy_twin_is_alike_in_every_precision(precision):
+    if precision == "tf32":
+        with pytest.raises(PolicyError):
+            compare(Net(), texts(1), precision)
+        return
+    found = compare(Net(), texts(), precision, steps=2, seeds=1)
+    assert found.alike, found
+    assert str(found).startswith(f"alike: {precision} against fp32, 2 steps")
+    assert all(d.times <= 2.5 for d in found.damage)  # half of what is tolerated
+
+
+@pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-true", pytest.param("bf16-lean,activations=int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "batches"), [(Convolutions, images), (Recurrent, texts)], ids=["convolutions", "recurrent"])
+def test_other_healthy_models_are_alike(kind, batches, precision):
+    found = compare(kind(), batches(1), precision, steps=1, seeds=1)
+    assert found.alike, found
+
+
+def loss_in_fp16(logits, batch):
+    return F.cross_entropy(logits.half().flatten(0, 1), batch["ids"].flatten()).float()
+
+
+def loss_in_fp32(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten())
+
+
+@pytest.mark.parametrize(("loss", "alike"), [(loss_in_fp16, False), (loss_in_fp32, True)])
+def test_a_loss_in_16_bits_is_named(loss, alike):
+    found = compare(Net(), [{"ids": texts(1)[0]["ids"]}], "bf16-mixed", steps=1, seeds=1, loss=loss)
+    assert found.alike is alike
+    if not alike:
+        assert (found.first.fault, found.first.named) == ("cast", "the loss")
+        assert "test_compare.py:" in found.first.source
+
+
+def test_weights_that_do_not_move_are_named():
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=1e-5)
+
+    model = Net().to(torch.bfloat16)
+    found = compare(model, texts(1), "bf16-mixed,weights=plain", steps=1, seeds=1, optimizer=sgd)
+    assert found.first.fault == "update"
+    assert found.moved < 0.5
+    assert compare(model, texts(1), "bf16-mixed", steps=1, seeds=1, optimizer=sgd).moved == pytest.approx(1, abs=0.05)
+
+
+def test_the_error_of_a_module_is_not_that_of_what_it_was_given():
+    """What comes after the fault is wrong in both runs' difference, and right by itself."""
+    found = compare(Net("rotary"), texts(1), "bf16-mixed", steps=1, seeds=1)
+    by_name = {d.module: d for d in found.damage}
+    assert found.damage[0].module == "positions"
+    assert by_name["blocks.0.before"].times < 2.5
+    assert by_name["blocks.0.before"].between > 0.1
+
+
+def test_casts_in_the_code_may_be_part_of_the_reference():
+    assert compare(Net("residual"), texts(1), "bf16-mixed", steps=1, seeds=1, as_written=True).alike
+
+
+def test_casts_that_lose_nothing_are_not_told():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def forward(self, x):
+            keep = (torch.arange(4) % 2 == 0).half()
+            return (self.net(x) * keep.float()).square().mean()
+
+    assert compare(Masked(), [torch.randn(3, 4)], "bf16-mixed", steps=1, seeds=1).alike
+
+
+def test_a_model_that_goes_another_way_is_named():
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = x @ torch.eye(4)
+            return (self.second(x) if y.dtype == torch.bfloat16 else self.first(x)).square().mean()
+
+    found = compare(Chooses(), [torch.randn(3, 4)], "bf16-mixed,products=native", steps=1, seeds=1)
+    assert (found.first.fault, found.first.named) == ("path", "the model (Chooses)")
+
+
+def test_a_simulated_format_that_does_not_hold_the_numbers_is_named():
+    found = compare(Net("overflow"), texts(1), "simulate:fp16", steps=1, seeds=1)
+    assert (found.first.fault, found.first.module) == ("nonfinite", "blocks.1.up")
+
+
+def test_two_precisions_and_a_reference_of_16_bits():
+    found = compare(Net(), texts(1), "bf16-lean", reference="bf16-mixed", steps=1, seeds=1)
+    assert found.alike
+    assert all(d.forward == 0 for d in found.damage)  # lean weights give the same forward pass
+
+
+def test_the_model_the_batches_and_the_random_states_are_left_alone():
+    model, batches = Convolutions(), images(1)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    inputs = {name: t.clone() for name, t in batches[0].items()}
+    random = torch.get_rng_state()
+    compare(model, batches, "fp16-lean", steps=2, seeds=2)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert all(torch.equal(t, inputs[name]) for name, t in batches[0].items())
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.weight"]
+    assert all(not part._forward_hooks and not part._forward_pre_hooks and "forward" not in vars(part) for part in model.modules())
+
+
+def test_a_factory_gives_weights_by_seed_and_losses_are_judged_by_their_spread():
+    asked = []
+
+    def made(seed):
+        asked.append(seed)
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    x = torch.randn(16, 4)
+    found = compare(made, [(x,)], "bf16-mixed", steps=2, seeds=3, loss=lambda y: (y - x[:, :1]).square().mean())
+    assert asked == [0, 1, 2]
+    assert found.final.verdict == "not told apart"
+    assert len(set(found.final.reference)) == 3
+    assert found.final.spread > 0
+    assert abs(found.final.errors) < 1
+    assert len(found.losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("reference", "tested", "verdict"),
+    [
+        ((1.0, 1.1, 0.9), (1.01, 1.12, 0.9), "not told apart"),
+        ((1.0, 1.1, 0.9), (3.0, 3.1, 2.9), "higher"),
+        ((1.0, 1.1, 0.9), (0.1, 0.2, 0.3), "lower"),
+        ((1.0, 1.001, 0.999), (1.01, 1.011, 1.009), "not told apart"),  # less than the format resolves
+        ((1.0, 1.1, 0.9), (1.0, math.nan, 0.9), "nonfinite"),
+        ((1.0,), (1.1,), "not judged"),
+        ((1.0,), (1.0,), "not told apart"),
+        ((1.0, 1.0), (1.5, 1.5), "not judged"),
+        ((math.nan, 1.0), (math.nan, 1.0), "not judged"),
+    ],
+)
+def test_final_losses_are_judged_against_the_noise_of_seeds(reference, tested, verdict):
+    found = judged(reference, tested, 0.02)
+    assert found.verdict == verdict
+    assert verdict in str(found) or verdict == "nonfinite"
+
+
+def test_it_is_plain_values_for_a_machine():
+    found = compare(Net("mask"), texts(1), "fp16-mixed", steps=1, seeds=1)
+    plain = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert plain["alike"] is False
+    assert plain["first"]["module"] == "blocks.1.attention"
+    assert plain["first"]["error"] == "inf"
+
+
+class Stubborn(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise TypeError("not of this one")
+
+
+def bound():
+    model = Net()
+    bind(model, parse("bf16-mixed"), torch.device("cpu"))
+    return model
+
+
+REFUSED = {
+    "no model": (lambda: compare(3, texts(1)), "in the place of the model"),
+    "one batch": (lambda: compare(Net(), texts(1)[0]), r"\[batch\] for one"),
+    "no batches": (lambda: compare(Net(), []), "gave none"),
+    "no loss": (lambda: compare(nn.Linear(2, 2), [torch.ones(1, 2)], steps=1, seeds=1), "loss="),
+    "steps": (lambda: compare(Net(), texts(1), steps=0), "steps=0"),
+    "seeds": (lambda: compare(Net(), texts(1), seeds=0), "seeds=0"),
+    "tolerance": (lambda: compare(Net(), texts(1), tolerance=0), "tolerance=0"),
+    "a copy": (lambda: compare(Stubborn(2, 2), [torch.ones(1, 2)]), r"f\(seed\)"),
+    "a bound model": (lambda: compare(bound(), texts(1)), "bound to bf16-mixed"),
+    "a narrow reference": (lambda: compare(Net(), texts(1), reference="bf16-true"), "swap"),
+    "itself": (lambda: compare(Net(), texts(1), "bf16-mixed", reference="bf16-mixed"), "with itself"),
+    "auto": (lambda: compare(Net(), texts(1), "auto"), "auto"),
+    "a factory": (lambda: compare(lambda seed: None, texts(1)), "nn.Module"),
+    "a format": (lambda: compare(Net(), texts(1), "simulate:int4"), "int4"),
+    "compiled simulation": (lambda: compare(Net(), texts(1), "simulate:e4m3", compile=True), "cannot be compiled"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compared_is_refused_with_a_remedy(case):
+    call, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said) as refused:
+        call()
+    assert refused.value.remedy
+
+
+@pytest.mark.slow
+def test_eager_against_compiled():
+    model = Net()
+    model.drop.p = 0.0
+    found = halfstep.compare(model, texts(), "bf16-mixed", compile=True, steps=2, seeds=1)
+    assert found.alike, found
+    assert found.reference == "bf16-mixed"
+    assert found.tested == "bf16-mixed, compiled"
+
+
+FAMILIES = {
+    "gpt2": ("GPT2", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}),
+    "gpt2-eager": ("GPT2", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "attn_implementation": "eager"}),
+    "llama": ("Llama", "LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "bert": ("Bert", "BertForMaskedLM", {}),
+    "t5": ("T5", "T5ForConditionalGeneration", {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}),
+    "mixtral": ("Mixtral", "MixtralForCausalLM", {"num_key_value_heads": 1, "num_local_experts": 4}),
+}
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16-lean", "bf16-true", "fp16-true"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_healthy_models_of_transformers_are_alike(family, precision):
+    transformers = pytest.importorskip("transformers")
+    name, kind, shape = FAMILIES[family]
+    own = shape if name in ("GPT2", "T5") else SHAPE | shape
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2, **own)
+    ids = torch.randint(3, 50, (2, 12))
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.tensor([[1] * 12, [1] * 9 + [0] * 3])}
+    found = compare(getattr(transformers, kind)(config), [batch], precision, steps=2, seeds=1)
+    assert found.alike, found
+    assert all(d.times <= 2.5 for d in found.damage)
