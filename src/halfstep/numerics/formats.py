@@ -63,9 +63,6 @@ FORMATS: dict[str, Format] = {
 }
 
 
-_BITS = re.compile(r"e([0-9]+)m([0-9]+)(fn)?")
-
-
 def format_named(name: str) -> Format:
     """The format that a text names, in capitals or not: one of `FORMATS`, or "eXmY" by its bits of exponent and mantissa ("e5m10", "e6m9").
 
@@ -75,7 +72,7 @@ def format_named(name: str) -> Format:
     text = name.strip().lower()
     if text in FORMATS:
         return FORMATS[text]
-    found = _BITS.fullmatch(text)
+    found = re.fullmatch(r"e([0-9]+)m([0-9]+)(fn)?", text)
     if found is None:
         raise ConfigError(f"{name!r} names no number format", f"Use one of {', '.join(FORMATS)}, or eXmY such as e5m10 or e6m9.")
     exponent, mantissa, finite = int(found[1]), int(found[2]), found[3] is not None

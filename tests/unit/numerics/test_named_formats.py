@@ -1,5 +1,6 @@
 """Formats by name, and rounding into any of them: every number of a format, every midpoint and what stands beside it."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -53,7 +54,7 @@ def test_every_number_and_every_midpoint_of_a_small_format(text):
     exact = torch.tensor([float(x) for x in known])
     assert torch.equal(nearest(exact, fmt), exact)
     assert torch.equal(nearest(-exact, fmt), -exact)
-    middle = torch.tensor([float((a + b) / 2) for a, b in zip(known, known[1:], strict=False)])
+    middle = torch.tensor([float((a + b) / 2) for a, b in itertools.pairwise(known)])
     even = torch.where(torch.arange(len(middle)) % 2 == 0, exact[:-1], exact[1:])  # numbers of even last bit stand at even places
     assert torch.equal(nearest(middle, fmt), even)
     assert torch.equal(nearest(torch.nextafter(middle, torch.tensor(torch.inf)), fmt), exact[1:])
