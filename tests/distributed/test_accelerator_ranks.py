@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from launched import checked, torchrun
 
 
@@ -19,3 +20,9 @@ def test_a_checkpoint_that_one_rank_saves_alone_names_the_others(tmp_path: Path)
     assert "refused: rank 0 called save_state(), and not every rank did within 1 seconds" in said
     assert "Call save_state() on every rank, and not under is_main_process" in said
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.slow
+def test_a_run_ends_well_while_a_thread_still_holds_a_tensor(tmp_path: Path) -> None:
+    done = torchrun("on_exit.py", 2)
+    assert done.returncode == 0, done.stderr[-3000:]
