@@ -39,6 +39,7 @@ WHY = {
     "checkpoint": "The run can go on from here, to the same bits.",
     "resumed": "Lines after the checkpoint, of steps that were given up, were dropped.",
     "interrupted": "Ctrl-C: the step at hand was finished. trainer.train(resume_from_checkpoint=True) or halfstep train --resume goes on.",
+    "unpredicted": "The step is walked through on shapes alone, which this model does not allow; memory.json has what was measured.",
     "thinned": "layers.jsonl is kept small: every second sample was removed, and samples are taken half as often from now on.",
     "released": "Gradients are used up one by one inside the backward pass (gradient release) and are gone when the step is judged.",
 }

@@ -263,6 +263,13 @@ class Recorder(NoRecorder):
                 for sample in samples:
                     show(sample.kind, {name: n._asdict() for name, n in sample.layers.items()}, step=step)
 
+    def predict(self, found: Mapping[str, int] | str) -> None:
+        """What `halfstep.memory` has predicted, in bytes by kind, for memory.json, before the first step is told; or why it could not, as an event."""
+        if isinstance(found, str):
+            self.event("note", f"the memory of a step was not predicted: {found}", WHY["unpredicted"])
+        else:
+            self._ledger = replace(self._ledger, predicted=dict(found))
+
     def event(self, kind: str, text: str, why: str = "", culprits: Iterable[str] = (), step: int | None = None) -> None:
         """Write down something that happened. step: the number of the step; the last applied one when not given. why: WHY[kind] when not given."""
         if not self._ended:

@@ -272,7 +272,7 @@ class TrainingLoop(Reporting):
         size = len(loader) if self._per_epoch is not None else max(1, self.state.batches_in_epoch)
         self.state.epoch = self.state.epoch_index + self.state.batches_in_epoch / size
         if result:
-            self._event("on_optimizer_step", step_result=result)
+            self._event("on_optimizer_step", step_result=result, inputs=window[0])
             if not self._follows_metric:
                 self.scheduler_in_use.step()
             self.state.global_step += 1

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.accelerator import to_device
 from halfstep.diagnostics import Recorder
+from halfstep.diagnostics.surroundings import inner
 from halfstep.errors import CheckpointError, DivergedError, StepRefusedError
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import TrainerCallback
 from halfstep.trainer.loggers import TrackerCallback
+from halfstep.trainer.looking import predicted_bytes, write_report
 from halfstep.trainer.run import RunFolder
 from halfstep.trainer.state import TrainerControl, TrainerState
 
@@ -25,6 +28,7 @@ class RecordsWriter(TrainerCallback):
         self.run, self._trackers = run, trackers
         self.recorder: Recorder | None = None
         self.kept: dict[str, Any] = {}  # of the checkpoint that the run goes on from
+        self._predicts = False  # the memory of the first step is still to be predicted
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin, or go on as of the checkpoint."""
@@ -43,6 +47,7 @@ class RecordsWriter(TrainerCallback):
             batch=f"{state.train_batch_size or args.per_device_train_batch_size}{accumulated} samples",
             trackers=lambda: [t.tracker for t in self._trackers if t.tracker is not None],
         )
+        self._predicts = args.report
         if state.attempted:
             self.recorder.load_state_dict(kept or _unknown(state))
             self.recorder.event("resumed", f"the run went on from the checkpoint of step {state.global_step}")
@@ -50,6 +55,10 @@ class RecordsWriter(TrainerCallback):
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The weights have moved, and the gradients are still there."""
         if self.recorder is not None:
+            if self._predicts:
+                self._predicts = False
+                inputs, optimizer = dict(to_device(kwargs["inputs"], kwargs["device"])), inner(kwargs["optimizer"])
+                self.recorder.predict(predicted_bytes(kwargs["model"], inputs, optimizer, args))
             self.recorder.step(kwargs["step_result"].settled())
 
     def on_step_skipped(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -76,6 +85,8 @@ class RecordsWriter(TrainerCallback):
             if not isinstance(error, CheckpointError | OSError):  # of a full disk, which would not take this either
                 _tell_end(recorder, error, state.global_step)
             recorder.close(tell=not isinstance(error, CheckpointError | OSError))
+            if args.report:
+                write_report(self.run.path, args.disable_tqdm)
 
     def state(self) -> dict[str, Any]:
         """What goes into checkpoints, in the form of transformers."""

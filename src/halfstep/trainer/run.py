@@ -18,7 +18,7 @@ from halfstep.trainer.state import TrainerControl, TrainerState
 
 logger = logging.getLogger("halfstep")
 
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+CONFIG, METRICS, REPORT = "config.yaml", "metrics.jsonl", "report.html"
 HEADER = "# settings of a halfstep run\n"  # tells our config.yaml from another's
 
 
@@ -126,7 +126,12 @@ class RunFolder:
         """Remove what a run writes, and nothing else; rules.yaml stays, for the next run to read."""
         for folder in [*checkpoint.checkpoints(self.path), *self._given_up(), *self.path.glob(".checkpoint-*")]:
             checkpoint.discard(folder)
-        for file in (self.metrics, self.path / CONFIG, *(self.path / name for name in RECORDED), *(self.path / "runs").glob("events.out.tfevents.*")):
+        for file in (
+            self.metrics,
+            self.path / CONFIG,
+            *(self.path / name for name in (*RECORDED, REPORT)),
+            *(self.path / "runs").glob("events.out.tfevents.*"),
+        ):
             file.unlink(missing_ok=True)
 
     def find(self, wanted: bool | str | Path) -> Path:

@@ -31,6 +31,7 @@ from halfstep.trainer.given import called, check_callbacks, check_data, check_ev
 from halfstep.trainer.hooks import warn_unheard
 from halfstep.trainer.items import count_items, model_takes_items, noting, shifts_labels, takes_items, was_used
 from halfstep.trainer.loggers import TrackerCallback, trackers_of
+from halfstep.trainer.looking import refuse_missing_packages
 from halfstep.trainer.optimizers import make_optimizer, parameter_groups
 from halfstep.trainer.outputs import LossFunction, accepts, explained, loss_of
 from halfstep.trainer.processing import chosen_processing, write_processing
@@ -89,6 +90,7 @@ class Trainer(Feeding, Evaluating):
         if args is not None and not isinstance(args, TrainingArguments):
             raise ConfigError(f"args is a {type(args).__name__}", "Give the Trainer a TrainingArguments; TrainingArguments(**settings) makes one.")
         self.args = args if args is not None else TrainingArguments()
+        refuse_missing_packages(self.args)
         seed_everything(self.args.seed)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = chosen_processing(processing_class, tokenizer)

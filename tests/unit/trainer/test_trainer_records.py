@@ -1,5 +1,6 @@
 """What a trainer's run writes down for its report: files, events, the same after a resume, in TensorBoard, and no bit of the run changed."""
 
+import contextlib
 import gc
 import math
 import signal
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import Trainer, TrainerCallback, TrainingArguments
 from halfstep.diagnostics import read_run
-from halfstep.errors import ConfigError, DivergedError
+from halfstep.errors import CheckpointError, ConfigError, DivergedError, MissingExtraError
 from halfstep.trainer.interrupt import TrainingInterrupted
 
 FILES = ["config.yaml", "environment.json", "events.jsonl", "layers.jsonl", "memory.json", "metrics.jsonl"]
@@ -175,3 +176,40 @@ def test_tensorboard_has_the_same_series_and_the_layers(tmp_path: Path) -> None:
         assert [step for step, _ in shown] == [step for step, _ in samples] == [1, 2, 4, 6, 8]
         assert [v for _, v in shown] == pytest.approx([v for _, v in samples], rel=1e-3)
         assert len(read.Histograms(f"{kind}/log2max")) >= 5
+
+
+@pytest.mark.parametrize("ends", ["by itself", "diverged", "interrupted"])
+def test_a_report_is_written_however_the_run_ends(ends: str, tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="the package plotly is not installed")
+    bad = set(range(2, 16)) if ends == "diverged" else set()
+    made = trainer(tmp_path, bad, [Press(2)] if ends == "interrupted" else (), report=True, max_bad_steps=2, max_steps=4, save_strategy="no")
+    with contextlib.suppress(DivergedError, TrainingInterrupted):
+        made.train()
+    page = (tmp_path / "report.html").read_text()
+    assert ("diverged" in page, "was interrupted after step 2" in page) == (ends == "diverged", ends == "interrupted")
+    memory = read_run(tmp_path).memory
+    assert (memory.predicted["weights"], memory.predicted["gradients"]) == (memory.measured["weights"], memory.measured["gradients"])
+    assert memory.predicted["peak"] > memory.predicted["weights"]
+
+
+def test_a_report_without_its_packages_is_refused_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise MissingExtraError("a report needs the package plotly", "pip install 'halfstep[report]'")
+
+    monkeypatch.setattr("halfstep.trainer.looking.require", missing)
+    with pytest.raises(MissingExtraError, match="plotly"):
+        trainer(tmp_path, report=True)
+    trainer(tmp_path)
+
+
+def test_what_stands_in_the_way_of_a_report_does_not_hide_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    pytest.importorskip("plotly", reason="the package plotly is not installed")
+
+    def broken(*runs: Any, output: Any) -> None:
+        raise CheckpointError("the disk is full", "Free some space.")
+
+    monkeypatch.setattr("halfstep.trainer.looking.report", broken)
+    with pytest.raises(DivergedError):
+        trainer(tmp_path, set(range(16)), report=True, max_bad_steps=2).train()
+    assert "the report of" in caplog.text
+    assert "the disk is full" in caplog.text
