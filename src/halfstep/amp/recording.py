@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfstep.amp.grad_scaler import GradScaler
-from halfstep.step.spread import NoRecorder
+from halfstep.step.watching import NoRecorder
 
 
 def record_gradients(scaler: GradScaler, recorder: NoRecorder | None) -> None:

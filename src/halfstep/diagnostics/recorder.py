@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import numerics
 from halfstep.amp.recording import record_gradients, scale_of
 from halfstep.diagnostics.explanations import WHY, Alarms, of_step
 from halfstep.diagnostics.reading import ENVIRONMENT, EVENTS, LAYERS, MEMORY
@@ -22,7 +22,8 @@ from halfstep.diagnostics.writing import RunWriter
 from halfstep.errors import ConfigError
 from halfstep.step import StepResult
 from halfstep.step.result import DeferredResult
-from halfstep.step.spread import MEASURED, NoRecorder, Spread, rows
+from halfstep.step.spread import Spread, of_gradients
+from halfstep.step.watching import NoRecorder
 
 EVERY, LOG_EVERY = 100, 10
 
@@ -130,9 +131,12 @@ class Recorder(NoRecorder):
         """Whether the step of that number is sampled."""
         return not self._ended and self._writer.is_due(number)
 
-    def gradients(self, number: int, spread: Spread) -> None:
-        """What the engine has measured on the gradients of one optimizer."""
-        self._gradients = [s for s in self._gradients if s.step == number and s.names != spread.names] + [spread]  # a replay measures again
+    def gradients(self, number: int, names: Sequence[str], held: Sequence[Tensor], limits: Sequence[float], scale: float) -> None:
+        """What the engine hands over of one optimizer."""
+        with torch.no_grad():
+            spread = of_gradients(names, held, limits, scale, number)
+        if spread is not None:  # a replay measures again
+            self._gradients = [s for s in self._gradients if s.step == number and s.names != spread.names] + [spread]
 
     def step(self, result: Any = None, *, loss: Tensor | float | None = None, scale: float | None = None) -> None:
         """A step was taken.
@@ -178,15 +182,9 @@ class Recorder(NoRecorder):
 
     def _own_gradients(self, number: int) -> Spread | None:
         """Gradients of a loop without a halfstep scaler."""
-        held = [(name, numerics.stored(p.grad.detach())) for name, p in self._model.named_parameters() if p.grad is not None]
-        known = [(name, g) for name, g in held if g.dtype in MEASURED]
-        if not known:
-            return None
-        names, tensors = zip(*known, strict=True)
-        formats = [MEASURED[g.dtype] for g in tensors]
+        held = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
         with torch.no_grad():
-            values = rows(tensors, formats, tensors[0].device)
-        return Spread(names, tuple(f.name for f in formats), tuple(g.numel() for g in tensors), values, 1.0, number)
+            return of_gradients([n for n, _ in held], [g for _, g in held], [math.inf] * len(held), step=number)
 
     def _tell(self) -> None:
         """Write down the steps whose results are known by now."""
@@ -264,7 +262,7 @@ class Recorder(NoRecorder):
                     show(sample.kind, {name: n._asdict() for name, n in sample.layers.items()}, step=step)
 
     def predict(self, found: Mapping[str, int] | str) -> None:
-        """What `halfstep.memory` has predicted, in bytes by kind, for memory.json, before the first step is told; or why it could not, as an event."""
+        """What `halfstep.memory` has predicted, in bytes by kind, for memory.json; or why it could not, as an event."""
         if isinstance(found, str):
             self.event("note", f"the memory of a step was not predicted: {found}", WHY["unpredicted"])
         else:

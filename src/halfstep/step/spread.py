@@ -33,17 +33,6 @@ class Spread(NamedTuple):  # made in a third of a dataclass's time, which counts
     step: int = 0
 
 
-class NoRecorder:
-    """Who writes down the gradients of a run layer by layer; this one does not."""
-
-    def due(self, number: int) -> bool:
-        """Whether the step of that number is to be measured."""
-        return False
-
-    def gradients(self, number: int, spread: Spread) -> None:
-        """The gradients of one optimizer, scaled as the backward pass left them. Nothing may be read to the host here."""
-
-
 def looked_at(size: int) -> int:
     """How many of so many elements are counted."""
     return len(range(0, size, _stride(size))) if size else 0
@@ -89,6 +78,20 @@ def _counts(tensors: list[Tensor], form: Format) -> Tensor:
         ends.append(total - 1)
     sums = marks.cumsum(1)[:, ends]
     return torch.diff(sums, dim=1, prepend=torch.zeros_like(sums[:, :1])).T
+
+
+def of_gradients(names: Sequence[str], held: Sequence[Tensor], limits: Sequence[float], scale: float = 1.0, step: int = 0) -> Spread | None:
+    """How gradients lie in fp16 where its limit is theirs, else in the format they have. None where none can be measured. Nothing is read."""
+    values = [numerics.stored(g.detach()) for g in held]
+    known = [
+        (name, v, FORMATS["fp16"] if limit == FORMATS["fp16"].largest else MEASURED[v.dtype])
+        for name, v, limit in zip(names, values, limits, strict=True)
+        if v.dtype in MEASURED
+    ]
+    if not known:
+        return None
+    called, found, formats = zip(*known, strict=True)
+    return Spread(called, tuple(f.name for f in formats), tuple(v.numel() for v in found), rows(found, formats, found[0].device), scale, step)
 
 
 def joined(found: Sequence[Sequence[float]], sizes: Sequence[int]) -> tuple[float, ...]:

@@ -13,10 +13,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from halfstep import numerics
 from halfstep.numerics import FORMATS
 from halfstep.step.marks import gradients, parameters
-from halfstep.step.spread import MEASURED, NoRecorder, Spread, rows
 
 if TYPE_CHECKING:
     from halfstep.step.state import StepState
@@ -170,6 +168,20 @@ class _Kept:
     weights: Magnitudes | None = None
 
 
+class NoRecorder:
+    """Who writes down the gradients of a run layer by layer; this one does not."""
+
+    def due(self, number: int) -> bool:
+        """Whether the step of that number is to be measured."""
+        return False
+
+    def gradients(self, number: int, names: Sequence[str], held: Sequence[Tensor], limits: Sequence[float], scale: float) -> None:
+        """The gradients of one optimizer, scaled as the backward pass left them. Nothing may be read to the host here.
+
+        limits: the largest number of the format that limits each, inf where none does.
+        """
+
+
 class Watching:
     """Keeps the last measurements of an engine, by optimizer.
 
@@ -214,7 +226,7 @@ class Watching:
         kept = self._of(owner)
         self._name(kept, state, [p for p in parameters(owner) if p.grad is not None] if held is None else held)
         if recorded:
-            self.recorder.gradients(number, _spread(kept, gradients(owner), evidence, number))
+            self.recorder.gradients(number, kept.names, gradients(owner), kept.limits, evidence.scale)
         if not self.every:
             return
         kept.gradients = Magnitudes(kept.names, evidence.peaks, kept.limits, evidence.scale, number)
@@ -291,19 +303,6 @@ class Watching:
         kept.held, kept.known = tuple(ref(p) for p in held), (names, scales)
         kept.names = tuple(state.called(p) for p in held)
         kept.limits = tuple(FP16_LIMIT if scales or p.dtype == torch.float16 else math.inf for p in held)
-
-
-def _spread(kept: _Kept, held: Sequence[Tensor], evidence: Evidence, number: int) -> Spread:
-    """How the gradients at hand lie in fp16 where it limits them, else in the format they have."""
-    values = [numerics.stored(g) for g in held]
-    known = [
-        (n, v, FORMATS["fp16"] if k == FP16_LIMIT else MEASURED[v.dtype], v.numel())
-        for n, v, k in zip(kept.names, values, kept.limits, strict=True)
-        if v.dtype in MEASURED
-    ]
-    names, found, formats, sizes = zip(*known, strict=True) if known else ((), (), (), ())
-    counted = rows(found, formats, evidence.norms.device)
-    return Spread(names, tuple(f.name for f in formats), sizes, counted, evidence.scale, number)
 
 
 def _plain(m: Magnitudes | None) -> dict[str, Any] | None:

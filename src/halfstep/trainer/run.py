@@ -126,12 +126,8 @@ class RunFolder:
         """Remove what a run writes, and nothing else; rules.yaml stays, for the next run to read."""
         for folder in [*checkpoint.checkpoints(self.path), *self._given_up(), *self.path.glob(".checkpoint-*")]:
             checkpoint.discard(folder)
-        for file in (
-            self.metrics,
-            self.path / CONFIG,
-            *(self.path / name for name in (*RECORDED, REPORT)),
-            *(self.path / "runs").glob("events.out.tfevents.*"),
-        ):
+        own = [self.path / name for name in (METRICS, CONFIG, REPORT, *RECORDED)]
+        for file in (*own, *(self.path / "runs").glob("events.out.tfevents.*")):
             file.unlink(missing_ok=True)
 
     def find(self, wanted: bool | str | Path) -> Path:
