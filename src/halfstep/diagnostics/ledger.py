@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.amp.ops import HALF
 from halfstep.amp.rehearsal import written
 from halfstep.diagnostics.blocks import TEMPORARY, Block, Timeline
+from halfstep.diagnostics.kernels import INSTEAD, kept_inside, workspace
 
 aten = torch.ops.aten
 KNOWN = 1 << 20  # elements up to which numbers that are known are computed with
@@ -55,13 +55,6 @@ def _added_to(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 def _alone(t: Tensor) -> bool:
     """Whether only the engine holds a tensor that an op was given: beside the engine's own references there are those of this call."""
     return t._use_count() == 4 and torch._C._storage_Use_Count(t.untyped_storage()._cdata) == 2  # type: ignore[attr-defined]
-
-
-def _workspace(func: Any, args: Any) -> int:
-    """Bytes that a kernel is known to take for itself, beside small ones: oneDNN adds up gradients of 16-bit convolutions' weights in fp32."""
-    if func is not aten.convolution_backward.default or args[2].device.type != "cpu" or args[2].dtype not in HALF:
-        return 0
-    return 4 * int(args[2].numel())
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -143,7 +136,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             if schema is not None and schema.is_mutable:
                 self._spoil(written(func, args, kwargs))
-            result = func(*args, **kwargs)
+            result = INSTEAD.get(func, func)(*args, **kwargs)
         if schema is not None and schema.is_mutable:
             self._resized(given)
         before, into = {memory_of(t) for t in given}, _added_to(func, args, kwargs)
@@ -153,7 +146,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 block = self._note(t)
                 if into is not None and block is not None:
                     self._goes_on(into, block)
-        self._work_in(_workspace(func, args))
+        self._work_in(workspace(func, args))
+        if (inside := kept_inside(func, args, result)) is not None and (block := self.block(inside[0])) is not None:
+            block.bytes = inside[1]
         return result
 
     def _work_in(self, count: int) -> None:
