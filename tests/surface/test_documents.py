@@ -13,7 +13,7 @@ import halfstep
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-ROADS = ("README.md", "nan.md", "flat-or-slow.md", "plan.md", "records.md", "compare.md", "from_transformers.md", "from_accelerate.md")  # no formats or methods
+ROADS = ("README.md", "nan.md", "flat-or-slow.md", "plan.md", "records.md", "compare.md", "from_transformers.md", "from_accelerate.md")
 PAGES = [path for path in GUIDES if path.name not in ROADS]
 HEADINGS = ["What it is", "Bytes", "The algorithm in ten lines", "Limits", "Source"]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *GUIDES]
