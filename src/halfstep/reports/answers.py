@@ -142,9 +142,9 @@ def _limits(run: History) -> tuple[list[str], list[str], bool]:
     bad, watch = [], []
     for event in run.events_of("pinned", "nonfinite-loss"):
         bad.append(sentence(event.text))
-    pinned = [m for m in run.windows if m.get("pinned")]
+    pinned = [name for m in run.windows if isinstance(m.get("pinned"), list) for name in m["pinned"]]
     if not bad and pinned:
-        bad.append(f"Held in fp32, because 16 bits do not hold them: {', '.join(str(n) for m in pinned for n in m['pinned'])}.")
+        bad.append(f"Held in fp32, because 16 bits do not hold them: {', '.join(map(str, pinned))}.")
     close = run.events_of("close")
     near = [str(m["near"]) for m in run.windows if m.get("near")]
     if close:

@@ -198,6 +198,8 @@ def _scale_told(run: History, series: Series) -> str:
     good = series.finite
     if not run.is_scaled:
         return "The loss was not scaled (scale 1 throughout)."
+    if not len(good):
+        return "No loss scale is finite."
     told = f"The loss scale begins at {scale(good.values[0])} and ends at {scale(good.values[-1])}, between {scale(good.values.min())} and"
     return f"{told} {scale(good.values.max())}. {count(run.lost, 'step')} lost, {count(run.replayed, 'step')} run again at a lower scale."
 

@@ -121,7 +121,7 @@ def _mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _share(value: Any) -> str:
-    return share(float(value)) if isinstance(value, int | float) else "–"
+    return share(value) if isinstance(value, int | float) else "–"
 
 
 def _size(value: Any) -> str:

@@ -9,12 +9,21 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+def _plain(value: float) -> float:
+    """A number that a float holds; infinite where none does."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def number(value: float | None) -> str:
     """Four significant digits: 2.314, 0.0003, 12,400, 1.2e-07; NaN and inf by name; a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    value = _plain(value)
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -28,7 +37,7 @@ def number(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     """A part of 1 in percent: 0 %, under 0.01 %, 3.2 %, 100 %."""
-    if value is None or not math.isfinite(value):
+    if value is None or not math.isfinite(_plain(value)):
         return number(value)
     if 0 < value < 0.0001:
         return "under 0.01 %"
@@ -37,7 +46,7 @@ def share(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Bytes in the unit that suits them: 1.43 GiB."""
-    if value is None or not math.isfinite(value):
+    if value is None or not math.isfinite(_plain(value)):
         return number(value)
     amount, unit = float(value), 0
     while abs(amount) >= 1024 and unit + 1 < len(UNITS):
@@ -47,7 +56,7 @@ def size(value: float | None) -> str:
 
 def scale(value: float | None) -> str:
     """A loss scale: 65,536 (2^16)."""
-    if value is None or not math.isfinite(value) or value <= 0:
+    if value is None or not math.isfinite(_plain(value)) or value <= 0:
         return number(value)
     power = math.log2(value)
     return f"{number(value)} (2^{int(power)})" if power == int(power) and power > 3 else number(value)

@@ -72,7 +72,8 @@ def views(samples: Sequence[LayerSample]) -> list[View]:
             j = column[sample.step]
             for name, numbers in sample.layers.items():
                 for which, table in tables.items():
-                    table[row[name], j] = getattr(numbers, which)
+                    value = getattr(numbers, which)
+                    table[row[name], j] = value if 0 <= value <= 1 else np.nan  # what is no share was not measured
         bad = np.nan_to_num(tables["nonfinite"], nan=0.0)
         made += [View(kind, measure, form, names, steps, tables[measure], bad) for measure in MEASURES if form != "fp32" or measure == "overflow"]
     return made

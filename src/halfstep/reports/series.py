@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 NAMES = {"nan": np.nan, "NaN": np.nan, "inf": np.inf, "Infinity": np.inf, "-inf": -np.inf, "-Infinity": -np.inf}
+WHOLE = 2**53  # steps beyond it are no steps
 MARKS = 2000  # rows of values that are not finite drawn one by one; above it the nearest are joined
 
 
@@ -56,7 +58,7 @@ def columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     found: dict[str, tuple[list[float], list[float]]] = {}
     for i, record in enumerate(records):
         step = record.get("step", i)
-        if type(step) is not int and type(step) is not float:
+        if (type(step) is not int and type(step) is not float) or not -WHOLE < step < WHOLE:
             step = i
         for key, value in record.items():
             kind = type(value)
@@ -68,7 +70,15 @@ def columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
                 found[key] = ([], [])
             found[key][0].append(step)
             found[key][1].append(value)
-    return {key: Series(key, np.asarray(steps, float), np.asarray(values, float)) for key, (steps, values) in found.items()}
+    return {key: Series(key, np.asarray(steps, float), _floats(values)) for key, (steps, values) in found.items()}
+
+
+def _floats(values: list[float]) -> Floats:
+    """An array of numbers; whole ones that no float holds are infinite."""
+    try:
+        return np.asarray(values, float)
+    except OverflowError:
+        return np.asarray([v if isinstance(v, float) else math.inf * (1 if v > 0 else -1) if abs(v) > 2**1023 else float(v) for v in values])
 
 
 def thinned(series: Series, parts: int) -> Series:
@@ -140,4 +150,11 @@ def rows_of(series: Series, most: int = 16) -> list[tuple[float, float, str]]:
 
 def rounded(values: Floats, digits: int = 5) -> list[float | None]:
     """For JSON: that many significant digits; None for what is not finite; whole numbers as such."""
-    return [None if not np.isfinite(v) else int(v) if v == int(v) and abs(v) < 2**53 else float(f"{v:.{digits}g}") for v in values.tolist()]
+    return [_short(v, digits) if math.isfinite(v) else None for v in values.tolist()]
+
+
+def _short(value: float, digits: int) -> float:
+    if value == int(value) and abs(value) < WHOLE:
+        return int(value)
+    short = float(f"{value:.{digits}g}")
+    return short if math.isfinite(short) else value
