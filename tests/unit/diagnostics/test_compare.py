@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from planted import Convolutions, Net, Recurrent, images, texts
+from compare_models import Convolutions, Net, Recurrent, images, texts
 from torch import nn
 
 import halfstep

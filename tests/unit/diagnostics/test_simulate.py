@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from planted import Net, Recurrent, texts
+from compare_models import Net, Recurrent, texts
 from torch import nn
 
 import halfstep
