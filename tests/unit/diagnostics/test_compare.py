@@ -38,7 +38,7 @@ def test_a_planted_fault_is_found_in_one_run_and_its_module_named_first(fault):
     assert found.status == 1
     assert str(found).startswith(f"diverged: {module} (")
     if kind == "cast":
-        assert found.first.source.startswith("planted.py:")
+        assert found.first.source.startswith("compare_models.py:")
 
 
 @pytest.mark.parametrize("precision", [*PRESETS, "simulate:e5m10"])
