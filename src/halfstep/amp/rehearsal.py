@@ -73,6 +73,17 @@ class Rehearsal:
             waiting.extend(inner)
 
 
+class Repetition(Rehearsal):
+    """The same for runs that are timed: nothing looks at their ops, and they may be many.
+
+    like: a rehearsal of the same run that has ended. What it saw written to is copied now and put back at the end.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], given: Any, like: Rehearsal) -> None:
+        super().__init__(modules, given)
+        self._writes = _Known(like._writes)
+
+
 def _remembered(item: Any) -> tuple[Callable[[], None] | None, Iterable[Any]]:
     """How to put one object back to what it is now, and the objects that it holds."""
     if isinstance(item, torch.Generator):
@@ -244,6 +255,21 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = {storage_of(t) for t in _tensors((args, kwargs))}
             self._made.update(key for t in _tensors(result) if (key := storage_of(t)) is not None and key not in given)
         return result
+
+
+class _Known(_Writes):
+    """Copies what an earlier look saw written to, and looks at nothing itself."""
+
+    def __init__(self, earlier: _Writes) -> None:
+        super().__init__()
+        self._places = {key: flat for key, (flat, _) in earlier.before.items()}
+
+    def __enter__(self) -> _Known:
+        self.before = {key: (flat, flat.clone()) for key, flat in self._places.items()}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Nothing was opened."""
 
 
 def _tensors(value: Any) -> list[Tensor]:
