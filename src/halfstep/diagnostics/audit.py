@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,8 @@ class _Look:
         theirs = self._baseline(bound, asked)
         before = theirs.observed() if theirs is not None else ()
         clock, other = self._timed(ours, theirs)
-        return self._told(policy, ours, ops, clock, theirs, before, other)
+        ops = _lasting(ops, clock)
+        return self._told(policy, ours, ops, clock, theirs, _lasting(before, other), other)
 
     def _steps(self, block: Callable[[], Any], warm: bool = False) -> Steps:
         return Steps(self.model, self.batch, self.call, self.loss, self.device, block, warm)
@@ -236,6 +237,11 @@ class _Look:
         return (
             f"predicted from {len(prediction.prices)} distinct ops that were timed alone in both formats ({prediction.covered:.0%} of the ops' time)",
         )
+
+
+def _lasting(ops: Sequence[Op], clock: Turns | None) -> tuple[Op, ...]:
+    """Ops with shares of a step as ops with seconds."""
+    return tuple(replace(op, seconds=op.seconds * clock.median) for op in ops) if clock is not None else tuple(ops)
 
 
 def _is_odd(op: Op) -> bool:

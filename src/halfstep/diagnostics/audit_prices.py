@@ -139,6 +139,8 @@ def _both(op: Op, new: Elsewhere, device: torch.device) -> tuple[float, float] |
     try:
         least = fastest([here, runner(op, new.inputs, new.way, device)], device)
     except (RuntimeError, TypeError):  # torch: formats that do not go together; the narrow ones are then cast, as autograd does
+        if op.cls == "products":
+            return None
         wide = [torch.float32 if d in HALF else d for d in new.inputs]
         try:
             least = fastest([here, runner(op, wide, "as it is", device)], device)

@@ -75,7 +75,7 @@ class Steps:
                 p.grad = gradient if gradient is None or takes in (None, gradient.dtype) else gradient.to(takes)
 
     def observed(self) -> tuple[Op, ...]:
-        """Every op of a step, with its seconds."""
+        """Every op of a step, with its seconds as a share of the step's."""
         given = (self.batch, self.call, self.loss)
         calls = Calls(self.device.type)
         ledger = Ledger(calls)
@@ -89,16 +89,17 @@ class Steps:
                 self._clear()
             self._seen = seen
             self.names = ledger.owners
-            watches = []
+            watches, wholes = [], []
             with Repetition([self.model], given, seen):
                 self._once(policy)
                 for _ in range(PASSES):
                     self._clear()
+                    wholes.append(turn(lambda: self._once(policy), self.device, self._clear, shortest=0.0))
                     watch = Stopwatch(self.device)
                     with watch, Calls(self.device.type):
                         self._once(policy)
                     watches.append(watch)
-        return timed_ops(ledger, watches)
+        return timed_ops(ledger, watches, wholes)
 
     def timed(self) -> float:
         """Seconds of one step by the clock, nothing looking at it. After `observed`."""

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.tracing.ledger import Ledger, Op
 
-SHORTEST = 0.02  # seconds that one turn lasts at least: shorter steps are repeated in it
-PASSES = 3  # runs in which every op is timed
+SHORTEST = 0.06  # seconds that one turn lasts at least: shorter steps are repeated in it
+PASSES = 5  # runs in which every op is timed
 
 
 class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,21 +62,22 @@ class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [float(begun.elapsed_time(ended)) / 1e3 for begun, ended in self._marks]
 
 
-def timed_ops(ledger: Ledger, watches: Sequence[Stopwatch]) -> tuple[Op, ...]:
-    """The ops of a ledger with their seconds: the median of several timed runs.
+def timed_ops(ledger: Ledger, watches: Sequence[Stopwatch], wholes: Sequence[float]) -> tuple[Op, ...]:
+    """The ops of a ledger with their seconds as shares of a whole step: the median of several timed runs.
 
-    Where a run had other ops (it drew other numbers), those of one name are taken in order.
+    wholes: seconds of a step by the clock, beside each of the runs. Where a run had other ops (it drew other numbers), those of one name are taken in
+    order.
     """
     names = ledger.names
     columns: list[list[float]] = []
-    for watch in watches:
-        if watch.names == names:
-            columns.append(watch.seconds)
-            continue
-        waiting: dict[str, list[float]] = defaultdict(list)
-        for name, seconds in zip(reversed(watch.names), reversed(watch.seconds), strict=True):
-            waiting[name].append(seconds)
-        columns.append([waiting[name].pop() if waiting[name] else 0.0 for name in names])
+    for watch, whole in zip(watches, wholes, strict=True):
+        taken = [seconds / whole for seconds in watch.seconds]
+        if watch.names != names:
+            waiting: dict[str, list[float]] = defaultdict(list)
+            for name, share in zip(reversed(watch.names), reversed(taken), strict=True):
+                waiting[name].append(share)
+            taken = [waiting[name].pop() if waiting[name] else 0.0 for name in names]
+        columns.append(taken)
     every = [statistics.median(values) for values in zip(*columns, strict=True)]
     return tuple(replace(op, seconds=every[place]) for op, place in zip(ledger.ops, ledger.places, strict=True))
 
@@ -97,7 +98,7 @@ def turn(step: Callable[[], Any], device: torch.device, clear: Callable[[], Any]
     """Seconds of one step: the least of a few where they are short, so that a turn lasts `shortest`. clear: runs after each, not timed."""
     with without_collection():
         best, total = float("inf"), 0.0
-        while total < shortest:
+        while total <= shortest:
             _settle(device)
             begun = time.perf_counter()
             step()

@@ -71,6 +71,9 @@ class _Follower:
     emulated: frozenset[str]
     formats: dict[int, torch.dtype] = field(default_factory=dict)
     forward: set[int] = field(default_factory=set)  # what the forward pass has made, so that the backward pass knows it from its gradients
+    statistics: set[int] = field(default_factory=set)  # means, deviations, logarithms of sums: fp32 beside results of any format
+    turned: set[tuple[int, torch.dtype]] = field(default_factory=set)  # gradients that were cast already: once, whoever takes them
+    narrow: set[str] = field(default_factory=set)  # forward ops that ran as 16-bit products ("linear", "conv")
     wide: set[tuple[str, str, str]] = field(default_factory=set)  # products that ran in fp32, by module, line and op
 
     def follow(self, op: Op) -> Elsewhere:
@@ -95,6 +98,8 @@ class _Follower:
             known = [d for t, d in zip(op.inputs, have, strict=True) if t.is_float and (t.number in self.forward or t.given)]
             if known:
                 return self._cast_to(op, have, _widest(known))
+            if all((t.number, self.policy.dtype) in self.turned for t in op.floats) and op.forward_op in self.narrow:
+                return self._cast_to(op, have, self.policy.dtype)
         return self._made(op, have, _widest_of(op.inputs, have))
 
     def _format(self, t: Operand, op: Op) -> torch.dtype:
@@ -125,6 +130,8 @@ class _Follower:
         way: Way = "emulated" if family in self.emulated and self.policy.is_mixed else "as it is"
         narrow = self.policy.dtype
         made = self._cast_to(op, have, narrow, way=way)
+        if not op.backward:
+            self.narrow.add(op.place.op)
         if op.backward or way == "emulated":
             return made
         back = [Cast(t.numel, narrow, torch.float32) for t, d in zip(op.inputs, have, strict=True) if t.weight and d == torch.float32]
@@ -138,10 +145,13 @@ class _Follower:
         """The op on operands cast to one format; only: how many of the first it casts, 0 for all."""
         casts, inputs = [], []
         for place, (t, d) in enumerate(zip(op.inputs, have, strict=True)):
-            change = d in (torch.float32, *HALF) and d != to and (not only or place < only)
+            change = d in (torch.float32, *HALF) and d != to and (not only or place < only) and t.number not in self.statistics
             inputs.append(to if change else d)
-            if change:
+            kept = op.backward and op.cls == "products" and (t.given or t.number in self.forward)  # the forward product has kept its cast operands
+            if change and not kept and not (op.backward and (t.number, to) in self.turned):
                 casts.append(Cast(t.numel, d, to))
+                if op.backward:
+                    self.turned.add((t.number, to))
         if op.cls == "products" and not op.backward and to == torch.float32:
             self.wide.add((op.place.module, op.place.source, op.place.op))
         return self._made(op, tuple(inputs), to, casts=tuple(casts), way=way)
@@ -153,7 +163,9 @@ class _Follower:
         outputs = []
         for place, t in enumerate(op.outputs):
             keeps = to is None or t.dtype not in (torch.float32, *HALF) or (t.number in given and t.number >= 0)
-            statistic = place > 0 and (op.cls in ("norms", "products")) and not op.backward  # means, deviations, logarithms of sums: fp32
+            statistic = place > 0 and op.cls in ("norms", "products") and not op.backward
+            if statistic:
+                self.statistics.add(t.number)
             made = self.formats.get(t.number, t.dtype) if keeps else torch.float32 if statistic else to
             assert made is not None
             outputs.append(made)

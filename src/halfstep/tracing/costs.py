@@ -56,6 +56,8 @@ def bytes_of(event: Event) -> int:
 
 def flops_of(event: Event) -> int:
     """Operations of a product (a multiplication and an addition are two); 0 for anything else."""
+    if event.base in ("convolution", "convolution_backward"):
+        return _convolution(event)
     formula = flop_registry.get(getattr(event.func, "overloadpacket", None))
     if formula is not None and event.outputs:
         out = event.outputs[0] if len(event.outputs) == 1 else event.outputs
@@ -63,6 +65,15 @@ def flops_of(event: Event) -> int:
     if event.base.startswith("_scaled_dot_product"):
         return _attention(event)
     return 0
+
+
+def _convolution(event: Event) -> int:
+    """Each place of the smaller picture meets each weight; backward once for each of the two gradients that are wanted."""
+    backward = event.base.endswith("_backward")
+    above, x, weight = (event.args[0], *event.args[1:3]) if backward else (event.outputs[0], *event.args[:2])
+    transposed, wanted = (event.args[7], sum(event.args[10][:2])) if backward else (event.args[6], 1)
+    places = x if transposed else above
+    return 2 * int(wanted) * places.shape[0] * places.shape[2:].numel() * weight.numel()
 
 
 def _attention(event: Event) -> int:
