@@ -257,7 +257,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Known(_Writes):
+class _Known(_Writes):  # type: ignore[no-untyped-call]
     """Copies what an earlier look saw written to, and looks at nothing itself."""
 
     def __init__(self, earlier: _Writes) -> None:

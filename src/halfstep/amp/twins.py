@@ -30,11 +30,11 @@ def _baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: pieces.Scalar = 1, alpha:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    return convolution._convolved(x, weight, bias, geometry)  # type: ignore[arg-type]
+    return convolution._convolved(x, weight, bias, geometry)
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, sizes: Any, *geometry: Any) -> Any:
-    return convolution._gradients(grad, x, weight, geometry[:-1], geometry[-1])  # type: ignore[arg-type]
+    return convolution._gradients(grad, x, weight, geometry[:-1], geometry[-1])
 
 
 def _flash(

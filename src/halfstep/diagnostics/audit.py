@@ -15,7 +15,7 @@ from halfstep.diagnostics.audit_prices import Prediction, fastest, predict
 from halfstep.diagnostics.audit_reasons import LEAST, Facts, Padded, reasons
 from halfstep.diagnostics.audit_record import Audit
 from halfstep.diagnostics.audit_steps import Steps, without_policy
-from halfstep.diagnostics.audit_times import Turns, cost_of_modes, ratio
+from halfstep.diagnostics.audit_times import Turns, cost_of_emulation, cost_of_modes, ratio
 from halfstep.diagnostics.audit_translate import families, in_fp32, under_policy
 from halfstep.diagnostics.audit_why import explained, rows_of
 from halfstep.diagnostics.under import device_of, under
@@ -197,7 +197,8 @@ class _Look:
     def _under(self, policy: Policy, before: Sequence[Op], whole: float, held: tuple[str, ...]) -> Prediction:
         """The step of a run in fp32 as it would be under `policy`."""
         emulated = families(policy, emulated_families) if self.device.type == "cpu" else ()
-        return predict(before, under_policy(before, policy, held, emulated), whole, self.device, self._modes(policy))
+        python = cost_of_emulation(lambda: forward_context(policy, self.device)) if "matmul" in emulated else 0.0
+        return predict(before, under_policy(before, policy, held, emulated), whole, self.device, self._modes(policy), python)
 
     def _modes(self, policy: Policy | None) -> float:
         """Seconds that a policy adds to each function of torch."""
@@ -263,8 +264,8 @@ def _is_fp32(ops: Sequence[Op]) -> bool:
 
 def _gain(prediction: Prediction, inverse: bool) -> float:
     """How many times as fast as in fp32 the products of a run are in 16 bits, of those that were timed; 0 for none."""
-    timed = [p for p in prediction.prices if p.op.cls == "products" and (p.there.way == "as it is")]
-    here, there = (sum(s * p.calls for p, s in zip(timed, values, strict=True)) for values in ([p.here_seconds for p in timed], [p.there_seconds for p in timed]))
+    timed = [p for p in prediction.prices if p.op.cls == "products" and p.there.way == "as it is"]
+    here, there = sum(p.here_seconds * p.calls for p in timed), sum(p.there_seconds * p.calls for p in timed)
     if not here or not there:
         return 0.0
     return there / here if inverse else here / there

@@ -5,7 +5,6 @@ The ratio of the two is measured alone; the seconds that it is applied to are th
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from halfstep.amp.twins import TWINS
-from halfstep.diagnostics.audit_times import without_collection
+from halfstep.diagnostics.audit_times import clock_for, without_collection
 from halfstep.diagnostics.audit_translate import Cast, Elsewhere
 from halfstep.tracing.findings import HALF
 from halfstep.tracing.ledger import Op, Operand
@@ -64,10 +63,13 @@ class Prediction:
         return self.ops + self.casts + self.outside
 
 
-def predict(ops: Sequence[Op], there: Sequence[Elsewhere], whole: float, device: torch.device, modes: float = 0.0) -> Prediction:
+def predict(
+    ops: Sequence[Op], there: Sequence[Elsewhere], whole: float, device: torch.device, modes: float = 0.0, emulation: float = 0.0
+) -> Prediction:
     """The step that `ops` are, elsewhere.
 
-    whole: its seconds by the clock, as it ran. modes: seconds that each function which Python calls takes longer there (negative: shorter).
+    whole: its seconds, as it ran. modes: seconds that each function which Python calls takes longer there (negative: shorter); emulation: those that
+    each emulated product takes in Python, besides its arithmetic.
     """
     busy = sum(op.seconds for op in ops)
     scale = min(1.0, whole / busy) if busy else 1.0  # ops that are timed one by one take a little longer
@@ -89,6 +91,7 @@ def predict(ops: Sequence[Op], there: Sequence[Elsewhere], whole: float, device:
     casts = heat * _casts_seconds((c for new in there for c in new.casts), device)
     calls = sum(1 for op in ops if not op.backward and op.called)
     outside = max(0.0, whole - busy * scale) + calls * modes
+    outside += emulation * sum(1 for op, new in zip(ops, there, strict=True) if new.way == "emulated" and not op.backward)
     return Prediction(seconds, casts, max(0.0, outside), tuple(prices), sure)
 
 
@@ -197,10 +200,11 @@ def _seconds(run: Callable[[], Any], count: int, device: torch.device) -> float:
         ended.record()
         torch.cuda.synchronize(device)
         return float(begun.elapsed_time(ended)) / 1e3 / count
-    start = time.perf_counter()
+    clock = clock_for(device)
+    start = clock()
     for _ in range(count):
         run()
-    return (time.perf_counter() - start) / count
+    return (clock() - start) / count
 
 
 def _by_class(prices: Iterable[Price]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from halfstep.policy import parse
 LEAST = 0.03  # of the step: what takes less is no reason
 FLOOR = 0.4  # of the step outside of ops, from where on the tensors are too small
 HEAVY = 0.5  # of the step in ops that only move bytes
+OP_CAUSES = ("list", "rule", "cast", "off", "edge", "fp32_ops")
 PRODUCT_CAUSES = ("rule", "fp32_ops", "off", "custom", "cast", "promotion", "input")
 
 
@@ -52,8 +53,8 @@ class Facts:
     """What is known besides the rows.
 
     precision: as text; compute: its 16-bit format, "fp32" for none. kind: "cpu" or "cuda". native: formats that the device has instructions for.
-    step: seconds by the clock. outside: share of it outside of ops, the time that torch takes to call them counted. tf32: whether fp32 products of the
-    GPU round to tf32 now. gain: how many times as fast as in fp32 this run's products are in 16 bits, 0 where it was not measured.
+    step: seconds by the clock. outside: share of it outside of ops, the time that torch takes to call them counted. tf32: whether fp32 products of
+    the GPU round to tf32 now. gain: how many times as fast as in fp32 this run's products are in 16 bits, 0 where it was not measured.
     """
 
     precision: str
@@ -100,11 +101,14 @@ def modules_of(rows: Sequence[Row]) -> str:
 
 
 _WIDE = {
-    "rule": ("the precision or a pin holds {origin} in fp32", "Name less in fp32=: only modules whose values leave 16 bits (halfstep.plan says which)."),
+    "rule": (
+        "the precision or a pin holds {origin} in fp32",
+        "Name less in fp32=: only modules whose values leave 16 bits (halfstep.plan says which).",
+    ),
     "fp32_ops": ("the precision has {origin} in fp32_ops", "Take {origin} out of fp32_ops=."),
     "off": (
         "autocast is off there, at {origin}",
-        "Run it inside the bound model's forward pass, or open halfstep.amp.autocast there; if it stands in an autocast(enabled=False) block, move it out.",
+        "Run it inside the bound model's forward pass, or open halfstep.amp.autocast there; out of an autocast(enabled=False) block move it.",
     ),
     "custom": (
         "autocast does not look into {origin}, a custom op or Function",
@@ -137,7 +141,9 @@ def _native(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     share = share_of(mine, facts)
     if not mine or not facts.gain or facts.gain >= 1.05:
         return []
-    what = f"{facts.compute} products run at {facts.gain:.2f} times fp32's rate on {facts.device} at these sizes, and take {_percent(share)} of the step"
+    what = (
+        f"{facts.compute} products run at {facts.gain:.2f} times fp32's rate on {facts.device} at these sizes, and take {_percent(share)} of the step"
+    )
     other = next((f for f in ("bf16", "fp16") if f in facts.native and f != facts.compute), "")
     use = f"Train in {other}-mixed, which is native here" if other else "Train in fp32; the *-lean precisions save memory"
     return [Reason("slow products", mine[0].module, mine[0].op, what, f"{use}.", share, max(0.0, share * (1 - facts.gain)))]
@@ -195,7 +201,8 @@ def _promotions(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     wide = [r for r in rows if r.cls not in ("products", "casts") and r.why == "promotion" and r.direction == "forward"]
     for (origin,), group in _grouped(wide, lambda r: (r.origin,)):
         share = share_of(group, facts)
-        what = f"{origin or 'an fp32 tensor'} is fp32 and meets 16-bit tensors in {modules_of(group)}: what follows runs in fp32 ({_percent(share)} of the step)"
+        met = f"{origin or 'an fp32 tensor'} is fp32 and meets 16-bit tensors in {modules_of(group)}"
+        what = f"{met}: what follows runs in fp32 ({_percent(share)} of the step)"
         remedy = f"Cast {origin or 'it'} to the other operand's dtype (x.to(y.dtype)), unless it is a residual sum that shall stay fp32."
         found.append(Reason("promotion", group[0].module, group[0].op, what, remedy, share, share / 2))
     return found
@@ -204,8 +211,12 @@ def _promotions(rows: Sequence[Row], facts: Facts) -> list[Reason]:
 def _fp32_ops(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     if facts.compute == "fp32":
         return []
-    wide = [r for r in rows if r.cls not in ("products", "casts") and "fp32" in r.format and r.why in ("list", "rule", "cast", "off", "edge", "fp32_ops")]
-    loss = [r for r in wide if r.cls == "softmax and losses" and (not r.module or "loss" in r.op or "loss" in r.origin or "cross_entropy" in r.origin)]
+    wide = [
+        r for r in rows if r.cls not in ("products", "casts") and "fp32" in r.format and r.why in ("list", "rule", "cast", "off", "edge", "fp32_ops")
+    ]
+    loss = [
+        r for r in wide if r.cls == "softmax and losses" and (not r.module or "loss" in r.op or "loss" in r.origin or "cross_entropy" in r.origin)
+    ]
     others = [r for r in wide if r not in loss]
     found = []
     share = share_of(loss, facts)
@@ -216,7 +227,8 @@ def _fp32_ops(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     share = share_of(others, facts)
     if share >= 0.1:
         ops = list(dict.fromkeys(r.op for r in others))
-        what = f"{', '.join(ops[:4])} {'run' if len(ops) > 1 else 'runs'} in fp32 by autocast's list, a rule or a cast ({_percent(share)} of the step), which bf16 would halve at best"
+        named = f"{', '.join(ops[:4])} {'run' if len(ops) > 1 else 'runs'} in fp32 by autocast's list, a rule or a cast"
+        what = f"{named} ({_percent(share)} of the step), which 16 bits would halve at best"
         remedy = "half_ops= in the precision runs a listed op in 16 bits; torch.compile joins such ops into one pass."
         found.append(Reason("fp32 ops", others[0].module, others[0].op, what, remedy, share, share / 4))
     return found
@@ -229,7 +241,8 @@ def _shapes(rows: Sequence[Row], facts: Facts) -> list[Reason]:
         if p.padded_seconds > 0.95 * p.seconds and facts.kind == "cpu":
             continue
         much = f"it takes {p.seconds / p.padded_seconds:.2f} times as long as {p.fit}, measured alone"
-        what = f"the product of {p.sizes} in {p.module or 'code outside of the model'} has a size that is no multiple of 8: {much} ({_percent(p.share)} of the step)"
+        where = f"the product of {p.sizes} in {p.module or 'code outside of the model'}"
+        what = f"{where} has a size that is no multiple of 8: {much} ({_percent(p.share)} of the step)"
         found.append(Reason("shape", p.module, "mm", what, f"Pad to {p.fit}.", p.share, max(0.0, cost)))
     return found
 
@@ -239,8 +252,8 @@ def _outside(rows: Sequence[Row], facts: Facts) -> list[Reason]:
         return []
     calls = sum(r.calls for r in rows)
     what = (
-        f"{_percent(facts.outside)} of the step passes outside of the ops' work, in Python, autograd and the calling of {calls} ops: the tensors are too "
-        "small for a format to matter"
+        f"{_percent(facts.outside)} of the step passes outside of the ops' work, in Python, autograd and the calling of {calls} ops: the tensors are "
+        "too small for a format to matter"
     )
     graphs = " On a GPU, CUDA graphs (mode='reduce-overhead')." if facts.kind == "cuda" else ""
     return [Reason("outside", "", "", what, f"A larger batch per step; torch.compile, which joins ops.{graphs}", facts.outside, facts.outside)]

@@ -103,11 +103,16 @@ class Audit:
 
     def __str__(self) -> str:
         way = "forward and backward" if self.backward else "forward only (there is no loss)"
-        lines = [self.answer, f"{self.model} on {self.device}: {_time(self.step)} a step, {way}, {self.ops} ops, {self.outside:.0%} of it outside of ops"]
+        lines = [
+            self.answer,
+            f"{self.model} on {self.device}: {_time(self.step)} a step, {way}, {self.ops} ops, {self.outside:.0%} of it outside of ops",
+        ]
         lines += [f"\n{place}. {finding}" for place, finding in enumerate(self.findings, 1)] or ["\nno reason takes 3 % of the step"]
         lines += ["", *_table("kind of op", self._grouped(lambda r: r.cls), self.step)]
         lines += ["", *_table("module", self._grouped(lambda r: r.where), self.step)]
-        wide = [(f"{key}: {WHYS[key]}", rows) for key, rows in self._grouped(lambda r: r.why if "fp32" in r.format and r.cls != "casts" else "") if key]
+        wide = [
+            (f"{key}: {WHYS[key]}", rows) for key, rows in self._grouped(lambda r: r.why if "fp32" in r.format and r.cls != "casts" else "") if key
+        ]
         if wide and self.product_flops and not self.suggested:
             lines += ["", *_table("in fp32, and why", wide, self.step)]
         lines += [f"\n{note}" for note in self.notes]

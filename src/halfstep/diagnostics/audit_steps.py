@@ -105,11 +105,12 @@ class Steps:
         """Seconds of one step by the clock, nothing looking at it. After `observed`."""
         assert self._seen is not None
         given = (self.batch, self.call, self.loss)
-        with self._aside(), self.block() as policy, torch.inference_mode(False), torch.enable_grad():
-            with Repetition([self.model], given, self._seen):
-                if self.warm:
-                    self._once(policy)
-                return turn(lambda: self._once(policy), self.device, clear=self._clear)
+        apart = Repetition([self.model], given, self._seen)
+        with self._aside(), self.block() as policy, torch.inference_mode(False), torch.enable_grad(), apart:
+            if self.warm:
+                self._once(policy)
+                self._clear()
+            return turn(lambda: self._once(policy), self.device, clear=self._clear)
 
 
 @contextmanager
@@ -127,4 +128,3 @@ def without_policy(model: nn.Module, policy: Policy) -> Iterator[None]:
         yield
     finally:
         model.forward = bound
-

@@ -1,4 +1,7 @@
-"""How long a step takes: as a whole by the clock, with nothing that looks at it, and op by op for shares."""
+"""How long a step takes: as a whole, with nothing that looks at it, and op by op for shares.
+
+Where torch uses one thread of a CPU, time is the CPU time of this thread, which other processes' load does not change; elsewhere it is the clock's.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.amp.twins import TWINS
 from halfstep.tracing.ledger import Ledger, Op
 
 SHORTEST = 0.06  # seconds that one turn lasts at least: shorter steps are repeated in it
 PASSES = 5  # runs in which every op is timed
+
+
+def clock_for(device: torch.device) -> Callable[[], float]:
+    """What gives the seconds that are compared."""
+    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +43,7 @@ class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cuda = device.type == "cuda"
+        self.cuda, self.clock = device.type == "cuda", clock_for(device)
         self.names: list[str] = []
         self._marks: list[Any] = []
 
@@ -47,9 +57,9 @@ class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ended.record()
             self._marks.append((begun, ended))
         else:
-            start = time.perf_counter()
+            start = self.clock()
             result = func(*args, **kwargs)
-            self._marks.append(time.perf_counter() - start)
+            self._marks.append(self.clock() - start)
         self.names.append(str(func))
         return result
 
@@ -96,14 +106,15 @@ class Turns:
 
 def turn(step: Callable[[], Any], device: torch.device, clear: Callable[[], Any], shortest: float = SHORTEST) -> float:
     """Seconds of one step: the least of a few where they are short, so that a turn lasts `shortest`. clear: runs after each, not timed."""
+    clock = clock_for(device)
     with without_collection():
         best, total = float("inf"), 0.0
         while total <= shortest:
             _settle(device)
-            begun = time.perf_counter()
+            begun = clock()
             step()
             _settle(device)
-            taken = time.perf_counter() - begun
+            taken = clock() - begun
             best, total = min(best, taken), total + taken
             clear()
     return best
@@ -133,16 +144,45 @@ def without_collection() -> Iterator[None]:
 
 def cost_of_modes(block: Callable[[], Any], device: torch.device) -> float:
     """Seconds that each function of torch takes longer when it is called inside `block()` than outside: what a mode costs."""
-    x = torch.ones(1, device=device)
+    x, clock = torch.ones(1, device=device), clock_for(torch.device("cpu"))
 
     def calls() -> float:
-        begun = time.perf_counter()
+        begun = clock()
         for _ in itertools.repeat(None, 200):
             torch.neg(x)
-        return (time.perf_counter() - begun) / 200
+        return (clock() - begun) / 200
 
     with torch.no_grad():
         bare = min(calls() for _ in range(3))
         with block():
             inside = min(calls() for _ in range(3))
     return max(0.0, inside - bare)
+
+
+def cost_of_emulation(block: Callable[[], Any]) -> float:
+    """Seconds that an emulated product takes in Python, forward and backward, besides its arithmetic; block: opens the precision."""
+    x, w, clock = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True), clock_for(torch.device("cpu"))
+    low = torch.ones(2, 2, dtype=torch.bfloat16)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        begun = clock()
+        for _ in range(20):
+            work()
+        return (clock() - begun) / 20
+
+    def product() -> None:
+        torch.autograd.grad(F.linear(x, w).float().sum(), (x, w))
+
+    def emulated() -> None:
+        with block():
+            product()
+
+    def opened() -> None:
+        with block():
+            pass
+
+    with torch.enable_grad():
+        found = [min(seconds(work) for _ in range(3)) for work in (emulated, opened, product)]
+    with torch.no_grad():
+        twin, plain = (min(seconds(work) for _ in range(3)) for work in (lambda: TWINS["mm"](low, low), lambda: torch.mm(x, w)))
+    return max(0.0, found[0] - found[1] - found[2] - 3 * (twin - plain))

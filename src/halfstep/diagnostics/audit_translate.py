@@ -163,7 +163,7 @@ class _Follower:
         outputs = []
         for place, t in enumerate(op.outputs):
             keeps = to is None or t.dtype not in (torch.float32, *HALF) or (t.number in given and t.number >= 0)
-            statistic = place > 0 and op.cls in ("norms", "products") and not op.backward
+            statistic = place > 0 and ((op.cls == "norms" and not self.policy.whole) or (op.cls == "products" and not op.backward))
             if statistic:
                 self.statistics.add(t.number)
             made = self.formats.get(t.number, t.dtype) if keeps else torch.float32 if statistic else to

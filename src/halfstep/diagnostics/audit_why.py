@@ -39,8 +39,8 @@ class Why:
 class Row:
     """Ops of one module, kind, direction and format. seconds, bytes and flops are of all `calls` of one step.
 
-    by: who asked for a cast or runs a product (`halfstep.tracing.ledger.Op`). why, origin: of fp32. weights: a cast of weights, or of their gradients.
-    sizes: of a product's operands.
+    by: who asked for a cast or runs a product (`halfstep.tracing.ledger.Op`). why, origin: of fp32. weights: a cast of weights, or of their
+    gradients. sizes: of a product's operands.
     """
 
     module: str
@@ -176,7 +176,9 @@ class _Follower:
 
 def rows_of(ops: Sequence[Op], whys: Sequence[Why], compute: str = "16-bit") -> tuple[Row, ...]:
     """Rows of ops that are alike, the slowest first. compute: the format that emulated products stand for."""
-    weights = {(op.place.module, op.place.source, op.inputs[-1].numel) for op in ops if op.cls == "casts" and not op.backward and op.inputs[-1].weight}
+    weights = {
+        (op.place.module, op.place.source, op.inputs[-1].numel) for op in ops if op.cls == "casts" and not op.backward and op.inputs[-1].weight
+    }
     found: dict[Row, list[Op]] = defaultdict(list)
     for op, why in zip(ops, whys, strict=True):
         of_weights = op.cls == "casts" and (op.place.module, op.place.source, op.inputs[-1].numel) in weights
@@ -203,9 +205,7 @@ def rows_of(ops: Sequence[Op], whys: Sequence[Why], compute: str = "16-bit") -> 
         )
         found[key].append(op)
     made_rows = [
-        replace(
-            key, calls=len(same), seconds=sum(o.seconds for o in same), bytes=sum(o.bytes for o in same), flops=sum(o.flops for o in same)
-        )
+        replace(key, calls=len(same), seconds=sum(o.seconds for o in same), bytes=sum(o.bytes for o in same), flops=sum(o.flops for o in same))
         for key, same in found.items()
     ]
     return tuple(sorted(made_rows, key=lambda row: -row.seconds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from halfstep.tracing.observe import Event
@@ -13,7 +14,9 @@ Class = Literal["products", "casts", "norms", "softmax and losses", "lookups", "
 CLASSES: tuple[Class, ...] = get_args(Class)
 _CASTS = ("_to_copy", "copy", "narrow")
 _LOOKUPS = ("embedding", "index", "gather", "scatter", "take", "masked_select")
-_SUMS = frozenset(("sum", "mean", "amax", "amin", "max", "min", "prod", "cumsum", "var", "std", "norm", "var_mean", "std_mean", "argmax", "logsumexp"))
+_SUMS = frozenset(
+    ("sum", "mean", "amax", "amin", "max", "min", "prod", "cumsum", "var", "std", "norm", "var_mean", "std_mean", "argmax", "logsumexp")
+)
 _COPIES = frozenset(("clone", "copy", "cat", "stack", "zeros", "ones", "empty", "full", "fill", "zero", "new_zeros", "constant_pad_nd", "arange"))
 _VIEWS = frozenset(("detach", "_unsafe_view", "view", "alias", "lift_fresh", "_reshape_alias", "split_with_sizes"))
 
@@ -21,7 +24,7 @@ _VIEWS = frozenset(("detach", "_unsafe_view", "view", "alias", "lift_fresh", "_r
 def class_of(event: Event) -> Class:
     """The kind of work an op is. A copy between two floating formats is a cast."""
     base = event.base.rstrip("_")
-    if is_product(event) or base.startswith("convolution") or base.startswith("_scaled_dot_product") or "_rnn_layer" in base:
+    if is_product(event) or base.startswith(("convolution", "_scaled_dot_product")) or "_rnn_layer" in base:
         return "products"
     if base in _CASTS and _changes_format(event):
         return "casts"
@@ -50,7 +53,7 @@ def bytes_of(event: Event) -> int:
     """Bytes of the tensors that an op reads and writes, each counted once; 0 for views, which touch no memory."""
     if class_of(event) == "views":
         return 0
-    tensors = {(t.data_ptr(), t.nbytes): t.nbytes for t in (*event.inputs, *event.outputs) if not t.is_meta and t.layout.__str__() == "torch.strided"}
+    tensors = {(t.data_ptr(), t.nbytes): t.nbytes for t in (*event.inputs, *event.outputs) if not t.is_meta and t.layout == torch.strided}
     return sum(tensors.values())
 
 
@@ -73,7 +76,7 @@ def _convolution(event: Event) -> int:
     above, x, weight = (event.args[0], *event.args[1:3]) if backward else (event.outputs[0], *event.args[:2])
     transposed, wanted = (event.args[7], sum(event.args[10][:2])) if backward else (event.args[6], 1)
     places = x if transposed else above
-    return 2 * int(wanted) * places.shape[0] * places.shape[2:].numel() * weight.numel()
+    return int(2 * wanted * places.shape[0] * places.shape[2:].numel() * weight.numel())
 
 
 def _attention(event: Event) -> int:

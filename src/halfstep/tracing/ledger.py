@@ -63,8 +63,8 @@ class Operand:
 class Op:
     """One op that has run.
 
-    by: of a cast, who asked for it, and of a product, who runs it: "product" halfstep's emulated products, "list" its lists of ops, "edge" its casts of
-        a model's inputs and outputs, "autocast" torch's autocast, "model" the code of the model, "backward" autograd; "" for other ops.
+    by: of a cast, who asked for it, and of a product, who runs it: "product" halfstep's emulated products, "list" its lists of ops, "edge" its casts
+        of a model's inputs and outputs, "autocast" torch's autocast, "model" the code of the model, "backward" autograd; "" for other ops.
     called: the function of torch that Python called ("softmax"), "" for what autograd runs. on: whether autocast was on there.
     seconds: of this op in a timed run, 0 where none was. call: function and arguments with Operands in the place of tensors.
     """
