@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from halfstep import errors as errors
     from halfstep import optim as optim
     from halfstep.accelerator import Accelerator as Accelerator
+    from halfstep.diagnostics.audit import audit as audit
+    from halfstep.diagnostics.audit_record import Audit as Audit
     from halfstep.diagnostics.compare import compare as compare
     from halfstep.diagnostics.memory import memory as memory
     from halfstep.diagnostics.memory_plan import MemoryPlan as MemoryPlan
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Accelerator": "halfstep.accelerator",
+    "Audit": "halfstep.diagnostics",
     "EvalPrediction": "halfstep.trainer",
     "Policy": "halfstep.policy",
     "StepResult": "halfstep.step",
@@ -67,6 +70,7 @@ _WHERE = {
     "simulate": "halfstep.diagnostics.simulate",
     "trace": "halfstep.diagnostics",
     "amp": "",
+    "audit": "halfstep.diagnostics",
     "doctor": "halfstep.hardware",
     "ema": "halfstep.optim",
     "errors": "",

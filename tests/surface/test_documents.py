@@ -13,7 +13,7 @@ import halfstep
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-ROADS = ("README.md", "nan.md", "flat-or-slow.md", "plan.md", "records.md", "compare.md", "from_transformers.md", "from_accelerate.md")
+ROADS = ("README.md", "nan.md", "flat-or-slow.md", "plan.md", "audit.md", "records.md", "compare.md", "from_transformers.md", "from_accelerate.md")
 PAGES = [path for path in GUIDES if path.name not in ROADS]
 HEADINGS = ["What it is", "Bytes", "The algorithm in ten lines", "Limits", "Source"]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *GUIDES]
@@ -39,15 +39,16 @@ def test_the_tables_of_the_guides_are_those_of_the_code(monkeypatch):
         assert filled(path.read_text()) == path.read_text(), path.name
 
 
-def test_the_commands_of_the_guide_on_plans_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("guide", "count"), [("plan.md", 4), ("audit.md", 3)])
+def test_the_commands_of_a_guide_run(guide, count, tmp_path, monkeypatch):
     from halfstep.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n\n\ndef make():\n    return nn.Linear(4, 4), [torch.ones(2, 4)] * 2, lambda y: y.square().mean()\n"
     )
-    commands = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "guides" / "plan.md").read_text(), flags=re.S)[0].splitlines()
-    assert len(commands) == 4
+    commands = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "guides" / guide).read_text(), flags=re.S)[0].splitlines()
+    assert len(commands) == count
     for command in commands:
         assert main(command.split()[1:]) == 0, command
 
@@ -140,6 +141,6 @@ def test_no_document_promises_a_flag_that_is_not_there():
         "rounds",
     }
     for page in DOCUMENTS:
-        for command in re.findall(r"halfstep (?:train|doctor|export|plan)[^\n`]*", page.read_text()):
+        for command in re.findall(r"halfstep (?:train|doctor|export|plan|audit)[^\n`]*", page.read_text()):
             for flag in re.findall(r" --([a-z_]+)", command):
                 assert flag in known, flag

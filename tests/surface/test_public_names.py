@@ -12,6 +12,7 @@ import halfstep
 
 NAMES = [
     "Accelerator",
+    "Audit",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "EvalPrediction",
@@ -30,6 +31,7 @@ NAMES = [
     "TrainingArguments",
     "__version__",
     "amp",
+    "audit",
     "compare",
     "doctor",
     "ema",

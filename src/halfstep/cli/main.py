@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a model; with no configuration, a small GPT on Python's own documentation",
     "plan": "say which precision a model can be trained in here, and which of its modules must stay in fp32",
+    "audit": "say which op runs in which format, what that costs, and why 16 bits are not faster here",
     "export": "write the model of a checkpoint as safetensors in fp32, bf16 or fp16",
     "report": "say what one or more runs came to, as one HTML page, as Markdown, or on the terminal",
     "compare": "train in two precisions side by side and name the module where they part",

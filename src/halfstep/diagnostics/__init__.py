@@ -1,5 +1,7 @@
 """Questions that can be asked of a model: what is wrong with this batch, what may go wrong with this model."""
 
+from halfstep.diagnostics.audit import audit as audit
+from halfstep.diagnostics.audit_record import Audit as Audit
 from halfstep.diagnostics.memory import measure as measure
 from halfstep.diagnostics.memory import memory as memory
 from halfstep.diagnostics.memory_plan import MemoryPlan as MemoryPlan

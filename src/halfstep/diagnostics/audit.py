@@ -197,7 +197,8 @@ class _Look:
     def _under(self, policy: Policy, before: Sequence[Op], whole: float, held: tuple[str, ...]) -> Prediction:
         """The step of a run in fp32 as it would be under `policy`."""
         emulated = families(policy, emulated_families) if self.device.type == "cpu" else ()
-        python = cost_of_emulation(lambda: forward_context(policy, self.device)) if "matmul" in emulated else 0.0
+        all_emulated = replace(policy, products="emulated")
+        python = cost_of_emulation(lambda: forward_context(all_emulated, self.device)) if emulated else 0.0
         return predict(before, under_policy(before, policy, held, emulated), whole, self.device, self._modes(policy), python)
 
     def _modes(self, policy: Policy | None) -> float:

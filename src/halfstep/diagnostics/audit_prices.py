@@ -77,7 +77,8 @@ def predict(
     for place, (op, new) in enumerate(zip(ops, there, strict=True)):
         groups[_signature(op, new)].append(place)
     ordered = sorted(groups.values(), key=lambda places: -sum(ops[p].seconds for p in places))
-    prices, ratios, sure = _priced(ops, there, ordered, busy, device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout draws
+        prices, ratios, sure = _priced(ops, there, ordered, busy, device)
     kinds = _by_class(prices)
     seconds = 0.0
     for place, (op, new) in enumerate(zip(ops, there, strict=True)):

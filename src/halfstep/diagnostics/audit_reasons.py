@@ -125,12 +125,13 @@ def _fp32_products(rows: Sequence[Row], facts: Facts) -> list[Reason]:
         return []
     flops = sum(row.flops for row in rows)
     found = []
-    wide = [r for r in rows if r.cls == "products" and not r.narrow and r.why in PRODUCT_CAUSES]
+    wide = [r for r in rows if r.cls in ("products", "custom") and not r.narrow and r.why in PRODUCT_CAUSES]
     for (why, origin), group in _grouped(wide, lambda r: (r.why, r.origin)):
         share, part = share_of(group, facts), sum(r.flops for r in group) / flops if flops else 0.0
         cost = share * (1 - 1 / facts.gain) if facts.gain else share / 2
         said, remedy = (text.format(origin=origin or "this line") for text in _WIDE[why])
-        what = f"products of {modules_of(group)} ran in fp32 ({_percent(part)} of the product flops, {_percent(share)} of the step): {said}"
+        name = "the op" if all(r.cls == "custom" for r in group) else "products"
+        what = f"{name} of {modules_of(group)} ran in fp32 ({_percent(part)} of the product flops, {_percent(share)} of the step): {said}"
         gain = f"; in {facts.compute} products are {facts.gain:.2f} times as fast here" if facts.gain else ""
         found.append(Reason("fp32 products", group[0].module, group[0].op, what + gain, remedy, share, max(cost, 0.0)))
     return found
@@ -198,7 +199,7 @@ def _casts(rows: Sequence[Row], facts: Facts) -> list[Reason]:
 
 def _promotions(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     found = []
-    wide = [r for r in rows if r.cls not in ("products", "casts") and r.why == "promotion" and r.direction == "forward"]
+    wide = [r for r in rows if r.cls not in ("products", "casts", "custom") and r.why == "promotion" and r.direction == "forward"]
     for (origin,), group in _grouped(wide, lambda r: (r.origin,)):
         share = share_of(group, facts)
         met = f"{origin or 'an fp32 tensor'} is fp32 and meets 16-bit tensors in {modules_of(group)}"
@@ -211,9 +212,7 @@ def _promotions(rows: Sequence[Row], facts: Facts) -> list[Reason]:
 def _fp32_ops(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     if facts.compute == "fp32":
         return []
-    wide = [
-        r for r in rows if r.cls not in ("products", "casts") and "fp32" in r.format and r.why in ("list", "rule", "cast", "off", "edge", "fp32_ops")
-    ]
+    wide = [r for r in rows if r.cls not in ("products", "casts", "custom") and "fp32" in r.format and r.why in OP_CAUSES]
     loss = [
         r for r in wide if r.cls == "softmax and losses" and (not r.module or "loss" in r.op or "loss" in r.origin or "cross_entropy" in r.origin)
     ]

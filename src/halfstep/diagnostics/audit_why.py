@@ -91,7 +91,8 @@ class _Follower:
     products: dict[tuple[str, str, str], Why] = field(default_factory=dict)
 
     def all(self, ops: Sequence[Op]) -> list[Why]:
-        if not any(t.dtype in HALF for op in ops for t in (*op.inputs, *op.outputs)):
+        asked = self.policy is not None and self.policy.autocast != "fp32"
+        if not asked and not any(t.dtype in HALF for op in ops for t in (*op.inputs, *op.outputs)):
             return [Why("input") if op.floats else Why() for op in ops]
         found = []
         for op in ops:
@@ -110,6 +111,8 @@ class _Follower:
             return Why("rule", self._rule(op))
         if self.policy is not None and op.called and op.called in self.policy.fp32_ops:
             return Why("fp32_ops", op.called)
+        if op.cls == "custom":
+            return Why("custom", op.name)
         large = [t for t in op.floats if t.shape]
         wide = [t for t in large if t.dtype not in HALF]
         if len(wide) < len(large) and wide and op.cls != "norms":
@@ -179,8 +182,10 @@ def rows_of(ops: Sequence[Op], whys: Sequence[Why], compute: str = "16-bit") -> 
     weights = {
         (op.place.module, op.place.source, op.inputs[-1].numel) for op in ops if op.cls == "casts" and not op.backward and op.inputs[-1].weight
     }
+    raised = {t.number for op in ops if op.cls == "casts" and op.by == "model" and op.inputs[-1].dtype in HALF for t in op.outputs}
     found: dict[Row, list[Op]] = defaultdict(list)
     for op, why in zip(ops, whys, strict=True):
+        back = op.cls == "casts" and op.by in ("autocast", "list", "product") and op.inputs[-1].number in raised  # down again what the code cast up
         of_weights = op.cls == "casts" and (op.place.module, op.place.source, op.inputs[-1].numel) in weights
         emulated = why.key == "emulated"
         given, made = _formats(op.inputs), _formats(op.outputs)
@@ -196,7 +201,7 @@ def rows_of(ops: Sequence[Op], whys: Sequence[Why], compute: str = "16-bit") -> 
             given,
             made,
             op.cls,
-            op.by,
+            "model" if back else op.by,
             why.key,
             why.origin,
             op.place.source,

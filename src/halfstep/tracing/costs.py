@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from halfstep.tracing.observe import Event
 from halfstep.tracing.products import is_product
 
-Class = Literal["products", "casts", "norms", "softmax and losses", "lookups", "sums", "copies", "elementwise", "views"]
+Class = Literal["products", "casts", "norms", "softmax and losses", "lookups", "sums", "copies", "elementwise", "custom", "views"]
 CLASSES: tuple[Class, ...] = get_args(Class)
 _CASTS = ("_to_copy", "copy", "narrow")
 _LOOKUPS = ("embedding", "index", "gather", "scatter", "take", "masked_select")
@@ -18,6 +18,7 @@ _SUMS = frozenset(
     ("sum", "mean", "amax", "amin", "max", "min", "prod", "cumsum", "var", "std", "norm", "var_mean", "std_mean", "argmax", "logsumexp")
 )
 _COPIES = frozenset(("clone", "copy", "cat", "stack", "zeros", "ones", "empty", "full", "fill", "zero", "new_zeros", "constant_pad_nd", "arange"))
+_OWN = ("aten", "prims", "mkldnn", "halfstep", "quantized", "inductor")  # namespaces of torch and of this library
 _VIEWS = frozenset(("detach", "_unsafe_view", "view", "alias", "lift_fresh", "_reshape_alias", "split_with_sizes"))
 
 
@@ -28,6 +29,8 @@ def class_of(event: Event) -> Class:
         return "products"
     if base in _CASTS and _changes_format(event):
         return "casts"
+    if event.name.split(".", 1)[0] not in _OWN:
+        return "custom"
     if event.is_view or base in _VIEWS:
         return "views"
     if "layer_norm" in base or "batch_norm" in base or "group_norm" in base or "rms_norm" in base:
