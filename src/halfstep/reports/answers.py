@@ -89,7 +89,8 @@ def _evaluated(run: History) -> str:
     if not np.isfinite(series.values[-1]):
         return f"The last evaluation is {_kind(series)}."
     best = int(good.values.argmin())
-    told = f"Evaluation: {number(good.values[-1])} at the end"
+    where = "at the end" if good.steps[-1] >= run.steps else f"at step {number(good.steps[-1])}, the last one"
+    told = f"Evaluation: {number(good.values[-1])} {where}"
     if len(good) > 2 and good.values[-1] > good.values[best] * 1.01 + 1e-12:
         told += f", lowest {number(good.values[best])} at step {number(good.steps[best])}: it has risen since"
     return f"{told}."

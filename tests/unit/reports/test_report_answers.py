@@ -69,6 +69,13 @@ def test_the_first_screen_tells_what_was_planted(tmp_path, told, wanted, todo):
     assert ("Nothing" in found.todo[0]) == healthy, "advice where something is wrong, and only there"
 
 
+def test_an_evaluation_before_the_end_is_told_with_its_step(tmp_path):
+    write_run(tmp_path / "run", lines=20, samples=0, records=[{"loss": 1.6, "step": 30}, {"loss": 1.6, "step": 31}])
+    found = answers(named([read_run(tmp_path / "run")])[0])
+    assert "at step 20, the last one." in found.items[0].detail
+    assert "at the end." not in found.items[0].detail
+
+
 def test_what_is_not_recorded_is_not_known(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"accuracy": 0.5}\n')
     found = answers(named([read_run(tmp_path)])[0])
