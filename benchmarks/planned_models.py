@@ -3,7 +3,7 @@
 The models of benchmarks/healed_models.py: a small T5 whose feed-forward output passes 65,504, and with --gemma the real Gemma 3 270M; and a small
 Gemma 3 made from a config, the norms behind its layers turned up until the residual stream passes 65,504 (`--only gemma3`). For each precision the
 plan's modules, the precision that it starts with, and a training run with `plan=`: fails where a module had to be pinned, a step was skipped or
-replayed on the way, or the loss of the last tenth of the steps is more than 2 % from fp32's.
+replayed on the way (two steps without a plan are told beside it), or the loss of the last tenth of the steps is more than 2 % from fp32's.
 Run: python benchmarks/planned_models.py [--steps 100] [--only t5|gemma3] [--gemma FOLDER_OR_GGUF]
 """
 
@@ -76,6 +76,8 @@ def judge(
     found = halfstep.plan(make(), batches, precision=precision, rounds=0)
     planned = time.perf_counter() - begun
     told = follow(make(), data, found, steps, **settings)
+    without = run(make(), data, precision, 2, **settings)  # what the first steps meet when nobody has planned
+    told["without_a_plan"] = {"pinned": list(without["pinned"]), "replays": without["replays"], "skipped": without["skipped"]}
     told |= {"model": name, "precision": precision, "held": found.modules, "scale": found.scale, "seconds_to_plan": round(planned, 1)}
     told |= {"why": [h.why for h in found.held[:4]], "against_fp32": told["last_loss"] / reference}
     print(json.dumps(told), flush=True)
