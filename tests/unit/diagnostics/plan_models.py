@@ -124,6 +124,15 @@ def masked_as_transformers(x: Tensor) -> Tensor:
     return (x + mask).softmax(-1)
 
 
+def divided(x: Tensor) -> Tensor:
+    return x / (x.abs() + 1e-8)
+
+
+def amplified(x: Tensor) -> Tensor:
+    """What is left of x after its whole tenths: an input that is off by little makes it another."""
+    return (x * 100).frac()
+
+
 def cancelled(x: Tensor) -> Tensor:
     return (x + 3000.0) - 3000.0
 

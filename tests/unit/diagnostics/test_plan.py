@@ -17,8 +17,10 @@ from plan_models import (
     Everything,
     Scores,
     Sum,
+    amplified,
     batches,
     cancelled,
+    divided,
     large_fp32,
     masked,
     masked_as_transformers,
@@ -128,6 +130,7 @@ def test_constants_hold_every_module_that_has_them() -> None:
     assert [(h.module, h.cause) for h in found.held] == [("between.0", "constant"), ("between.2", "constant")]
     assert all(h.why.startswith("mask: ") for h in found.held)
     assert planned(net(Apply(masked)), "bf16-mixed").modules == ()
+    assert planned(net(Apply(divided), nn.Linear(16, 16), Apply(divided))).modules == ("between.0", "between.2")
 
 
 def test_an_error_out_of_proportion_is_held_where_fp32_helps() -> None:
@@ -136,7 +139,9 @@ def test_an_error_out_of_proportion_is_held_where_fp32_helps() -> None:
     assert (held.module, held.cause) == ("between.0", "error")
     assert held.reach is not None
     assert held.reach > 0.05
-    assert planned(net(Apply(lambda x: (x.half() + 3000).float() - 3000)), ["bf16-mixed"]).modules == ()  # it stays so in fp32
+    (tried,) = [t for t in planned(net(Apply(amplified)), ["fp32", "bf16-mixed"]).tried if t.precision == "bf16-mixed"]
+    assert next(o.outputs for o in tried.off if o.module == "between.0") > 0.05
+    assert tried.held == ()  # its inputs are off already, so that fp32 does not help
 
 
 def test_the_scale_is_that_of_the_run() -> None:
