@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="batches to look at (default: 4)")
     parser.add_argument("--precision", action="append", metavar="TEXT", help="plan for this one; may be given several times. Default: the usual five")
     parser.add_argument("--want", choices=get_args(Target), default="speed", help="speed, or the least memory (default: speed)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of timing, 0 for none (default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of timing, 0 for none (default: 5)")
     parser.add_argument("--output", metavar="FILE", help="write the plan there")
     parser.add_argument("--json", action="store_true", help="for machines")
     options, rest = parser.parse_known_args(list(argv))

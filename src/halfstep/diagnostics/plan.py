@@ -39,7 +39,7 @@ def plan(
     loss: Callable[..., Tensor] | None = None,
     target: Target = "speed",
     count: int = 4,
-    rounds: int = 3,
+    rounds: int = 5,
 ) -> Plan:
     """Which precision to train a model in, which modules must stay in fp32, at which loss scale to begin: `print(halfstep.plan(model, batches))`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from halfstep.diagnostics.plan_bytes import WALKED
@@ -14,6 +15,7 @@ from halfstep.hardware import FAMILIES, Capabilities, Rates, diagnose
 from halfstep.policy import parse
 from halfstep.policy.choice import SHARE
 
+LEAST = 0.03  # share of time that counts as a difference
 LOSS_WITHIN = 0.02  # of fp32's loss on the same batches
 Target = Literal["speed", "memory"]
 
@@ -68,8 +70,8 @@ class Decision:
 def choose(tried: Sequence[Tried], advice: Advice, memory_bytes: int, target: Target = "speed") -> Decision:
     """The precision to train in, of those that were tried.
 
-    Of those that can be used: for "speed" that in the device's format, unless the measured times of this
-    model say clearly otherwise; one in half the memory where it would not fit. For "memory" the one that takes the least.
+    Of those that can be used: for "speed" the fastest by measured times, and where these do not tell one in the device's format; one in half the
+    memory where it would not fit. For "memory" the one that takes the least.
     memory_bytes: of the device. Raises ConfigError when none can be used.
     """
     usable = [t for t in tried if t.usable]
@@ -95,32 +97,35 @@ def choose(tried: Sequence[Tried], advice: Advice, memory_bytes: int, target: Ta
 
 
 def _by_speed(usable: Sequence[Tried], advice: Advice, fp32: Tried | None) -> tuple[Tried, str]:
-    """The candidate in the device's format, unless measured times say clearly otherwise."""
-    suited = [t for t in usable if parse(t.precision).autocast == advice.format]
-    faster = [t for t in usable if t is not fp32 and clearly_faster(t, fp32)]
-    if advice.format != "fp32" and suited:
-        first = suited[0]
-        if fp32 is not None and fp32.usable and clearly_faster(fp32, first) and not [t for t in suited if t in faster]:
-            if faster:
-                best = _fastest(faster, fp32)
-                return best, f"it was measured the fastest here, {_times(best, fp32)} fp32's time; the device's format is {advice}"
-            return fp32, f"{advice.format} was measured slower than fp32 on this model, {_times(first, fp32)} times; the device's format is {advice}"
-        return first, f"the device's format is {advice}"
-    if faster and fp32 is not None:
-        best = _fastest(faster, fp32)
-        return best, f"it was measured clearly faster on this model, {_times(best, fp32)} of fp32's time; the device's format is {advice}"
-    if fp32 is not None and fp32.usable and advice.format == "fp32":
-        return fp32, f"the device's format is {advice}"
-    left = [t for t in usable if t is not fp32] or list(usable)
-    return left[0], f"nothing in {advice.format} can be used; the device's format is {advice}"
+    """The fastest by measured times where these tell, and only else one in the device's format. The reason says which of the two it went by."""
+    timed = [t for t in usable if t.seconds]
+    base = fp32 if fp32 in timed else timed[0] if timed else None
+    best = min(timed, key=lambda t: ratio(t.seconds, base.seconds)) if base is not None else None
+    near = [t for t in timed if best is not None and not clearly_faster(best, t)]
+    if best is None or len(timed) < 2 or len(near) == len(timed):
+        told = "they were not measured" if len(timed) < 2 else "measured times of this model do not tell the precisions apart"
+        chosen, other = _by_device(usable, advice, fp32)
+        return chosen, f"by the device, since {told}: {other}{advice}"
+    chosen, _ = _by_device(near, advice, fp32) if any(_form(t) == advice.format for t in near) else (near[0], "")
+    slower = ", ".join(f"{t.precision} {ratio(t.seconds, chosen.seconds):.2f}" for t in timed if t not in near)
+    alike = ", ".join(t.precision for t in near if t is not chosen)
+    why = f"by measured times: no other is clearly faster on this model; times its time take {slower}"
+    return chosen, f"{why}{f'; no clear difference to {alike}' if alike else ''}. By its rates the device's format is {advice}"
 
 
-def _fastest(some: Sequence[Tried], fp32: Tried | None) -> Tried:
-    return min(some, key=lambda t: ratio(t.seconds, fp32.seconds) if fp32 is not None else 0.0)
+def _by_device(some: Sequence[Tried], advice: Advice, fp32: Tried | None) -> tuple[Tried, str]:
+    """The first in the device's format; where there is none fp32, or what comes first, with words that say so."""
+    suited = [t for t in some if _form(t) == advice.format]
+    if suited:
+        return suited[0], ""
+    native = [t for t in some if advice.format != "fp32" and _form(t) not in ("fp32", *advice.emulated)]
+    if native:
+        return native[0], f"nothing in {advice.format} can be used, and {_form(native[0])} is native too: "
+    return (fp32 if fp32 is not None and fp32 in some else some[0]), f"nothing in {advice.format} can be used: "
 
 
-def _times(one: Tried, fp32: Tried | None) -> str:
-    return f"{ratio(one.seconds, fp32.seconds):.2f}" if fp32 is not None else ""
+def _form(one: Tried) -> str:
+    return parse(one.precision).autocast
 
 
 def _takes(one: Tried) -> int:
@@ -128,10 +133,22 @@ def _takes(one: Tried) -> int:
 
 
 def clearly_faster(one: Tried, other: Tried | None) -> bool:
-    """Whether one precision was faster than another in each of the rounds, and its slowest round than the other's fastest."""
-    if other is None or not one.seconds or not other.seconds:
+    """Whether one precision was faster than another by more than rounds differ.
+
+    Compared are the times of the same round. Of four rounds and more the best and the worst are left out; in all others it must be faster, and the
+    median by 3 % and by more than half of what lies between them.
+    """
+    if other is None or len(one.seconds) < 2 or len(one.seconds) != len(other.seconds):
         return False
-    return max(one.seconds) < min(other.seconds)
+    low, middle, high = spread(one.seconds, other.seconds)
+    return high < 1 and 1 - middle > max(LEAST, (high - low) / 2)
+
+
+def spread(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """Lowest, median and highest of one time over another of the same round; of four rounds and more the best and the worst are left out."""
+    found = sorted(a / b for a, b in zip(seconds, base, strict=True))
+    kept = found[1:-1] if len(found) >= 4 else found
+    return kept[0], median(found), kept[-1]
 
 
 def gains(one: Tried, fp32: Tried | None) -> tuple[str, ...]:
@@ -140,12 +157,12 @@ def gains(one: Tried, fp32: Tried | None) -> tuple[str, ...]:
         return ()
     said = []
     if one.seconds and fp32.seconds:
-        times = ratio(one.seconds, fp32.seconds)
-        noise = max((max(t.seconds) - min(t.seconds)) / min(t.seconds) for t in (one, fp32))
+        low, times, high = spread(one.seconds, fp32.seconds)
+        rounds = f"rounds {low:.2f} to {high:.2f}"
         if clearly_faster(one, fp32) or clearly_faster(fp32, one):
-            said.append(f"a forward and a backward pass takes {times:.2f} of fp32's time here")
+            said.append(f"a forward and a backward pass takes {times:.2f} of fp32's time here ({rounds})")
         else:
-            said.append(f"no difference in time to fp32 could be measured here: {times:.2f} of its time, and rounds differ by {share(noise)}")
+            said.append(f"no difference in time to fp32 could be measured here: {times:.2f} of its time, {rounds}")
     ours, theirs = _takes(one), _takes(fp32)
     if ours and theirs:
         said.append(f"weights, gradients and states take {bytes_text(ours)}, in fp32 {bytes_text(theirs)}{_step(one, fp32)}")
