@@ -41,10 +41,10 @@ def test_the_format_of_a_device_by_its_instructions(name: str) -> None:
 
 
 def test_measured_rates_decide_for_the_products_that_the_model_has() -> None:
-    slow = Rates("cpu", (Rate("matmul", "bf16", 1.0, 3.0, 0.6), Rate("attention", "bf16", 1.0, 0.4, 0.5), Rate("matmul", "fp16", 1.0, 0.9, 0.6)))
+    slow = Rates("cpu", (Rate("matmul", "bf16", 1.0, 3.0, 0.6), Rate("convolution", "bf16", 1.0, 0.4, 0.5), Rate("matmul", "fp16", 1.0, 0.9, 0.6)))
     facts = DEVICES["AMX"][0]
     assert advise(facts, slow, ("matmul",)).format == "bf16"
-    assert advise(facts, slow, ("matmul", "attention")).format == "fp32"
+    assert advise(facts, slow, ("matmul", "convolution")).format == "fp32"
 
 
 def tried(precision: str, seconds: tuple[float, ...] = (), takes: int = 100, problem: str = "") -> Tried:
