@@ -1,6 +1,6 @@
 """What the ops of a run would take in other formats: the largest distinct ones are timed here in both, in turns; the rest goes by its class.
 
-The ratio of the two is measured alone; the seconds that it is applied to are those of the op in its run, where caches are as they are.
+What an op takes longer in its run than alone, where its operands are in the cache, is taken for memory and goes by its bytes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,20 @@ class Price:
         """Of the other format's time to this one's."""
         return self.there_seconds / self.here_seconds
 
+    def of(self, seconds: float) -> float:
+        """What the op takes there, of the seconds that it takes in its run: what it takes longer than alone is memory, and goes by bytes."""
+        if seconds <= self.here_seconds or self.there.way == "emulated":
+            return seconds * self.ratio
+        return self.there_seconds + (seconds - self.here_seconds) * self.bytes
+
+    @property
+    def bytes(self) -> float:
+        """Of the other format's bytes to this one's."""
+        here = sum(t.numel * t.dtype.itemsize for t in (*self.op.inputs, *self.op.outputs))
+        formats = (*self.there.inputs, *self.there.outputs)
+        there = sum(t.numel * d.itemsize for t, d in zip((*self.op.inputs, *self.op.outputs), formats, strict=True))
+        return there / here if here else 1.0
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -78,16 +92,15 @@ def predict(
         groups[_signature(op, new)].append(place)
     ordered = sorted(groups.values(), key=lambda places: -sum(ops[p].seconds for p in places))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout draws
-        prices, ratios, sure = _priced(ops, there, ordered, busy, device)
+        prices, priced, sure = _priced(ops, there, ordered, busy, device)
     kinds = _by_class(prices)
     seconds = 0.0
     for place, (op, new) in enumerate(zip(ops, there, strict=True)):
         if new.gone:
             continue
-        known = ratios.get(place)
-        if known is None:
-            known = kinds.get(op.cls, 1.0) if _changed(op, new) else 1.0
-        seconds += op.seconds * scale * known
+        mine = op.seconds * scale
+        price = priced.get(place)
+        seconds += price.of(mine) if price is not None else mine * (kinds.get(op.cls, 1.0) if _changed(op, new) else 1.0)
     heat = _heat(ops, prices, scale)
     casts = heat * _casts_seconds((c for new in there for c in new.casts), device)
     calls = sum(1 for op in ops if not op.backward and op.called)
@@ -98,9 +111,9 @@ def predict(
 
 def _priced(
     ops: Sequence[Op], there: Sequence[Elsewhere], groups: Sequence[Sequence[int]], busy: float, device: torch.device
-) -> tuple[list[Price], dict[int, float], float]:
+) -> tuple[list[Price], dict[int, Price], float]:
     prices: list[Price] = []
-    ratios: dict[int, float] = {}
+    priced: dict[int, Price] = {}
     sure = spent = 0.0
     for places in groups:
         op, new = ops[places[0]], there[places[0]]
@@ -113,7 +126,6 @@ def _priced(
             continue
         if not _changed(op, new) and new.way == "as it is" and op.cls != "products":
             sure += taken
-            ratios.update(dict.fromkeys(places, 1.0))
             continue
         both = _both(op, new, device)
         if both is None:
@@ -121,8 +133,8 @@ def _priced(
         price = Price(op, new, *both, taken / busy if busy else 0.0, len(places))
         prices.append(price)
         sure += taken
-        ratios.update(dict.fromkeys(places, price.ratio))
-    return prices, ratios, sure / busy if busy else 0.0
+        priced.update(dict.fromkeys(places, price))
+    return prices, priced, sure / busy if busy else 0.0
 
 
 def _changed(op: Op, new: Elsewhere) -> bool:
