@@ -40,6 +40,7 @@ WHAT_FOR = {  # fields that transformers does not have
     "max_bad_steps": "so many refused steps in a row end the run",
     "log_stalled": "log the share of updates that round away",
     "record_every": "steps between samples of the numbers of each layer",
+    "audit": "why 16 bits are or are not faster here",
     "report": "an HTML page about the run when it ends",
     "chunked_loss": "causal language models: the loss without the whole of the logits",
     "reduce_dtype": "the format in which ranks exchange gradients",

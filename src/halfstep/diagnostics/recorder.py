@@ -268,6 +268,11 @@ class Recorder(NoRecorder):
         else:
             self._ledger = replace(self._ledger, predicted=dict(found))
 
+    def document(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a small file of plain values beside the records."""
+        if not self._ended:
+            self._writer.document(name, values)
+
     def event(self, kind: str, text: str, why: str = "", culprits: Iterable[str] = (), step: int | None = None) -> None:
         """Write down something that happened. step: the number of the step; the last applied one when not given. why: WHY[kind] when not given."""
         if not self._ended:

@@ -1,13 +1,17 @@
-"""What is found out about a run besides its own numbers, where it was asked for: the memory predicted for its step, and the report at its end."""
+"""What is found out about a run besides its own numbers, where it was asked for: the memory predicted for its step, its audit, and the report at
+its end."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from halfstep.diagnostics.audit import audit
+from halfstep.diagnostics.audit_record import Audit
 from halfstep.diagnostics.memory import memory
 from halfstep.errors import HalfstepError
 from halfstep.reports import report, require
@@ -36,6 +40,14 @@ def predicted_bytes(model: nn.Module, inputs: dict[str, Any], optimizer: Any, ar
     except HalfstepError as error:
         return str(error)
     return plan.as_dict()
+
+
+def audited(model: nn.Module, call: Callable[[], Any]) -> Audit | str:
+    """What `halfstep.audit` says of a step of this run, whose loss `call` computes; or in words why it cannot say."""
+    try:
+        return audit(model, call=call)
+    except HalfstepError as error:
+        return str(error)
 
 
 def write_report(folder: Path, quiet: bool) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from halfstep.accelerator import to_device
 from halfstep.diagnostics import Recorder
+from halfstep.diagnostics.reading import AUDIT
 from halfstep.diagnostics.surroundings import inner
 from halfstep.errors import CheckpointError, DivergedError, StepRefusedError
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.callbacks import TrainerCallback
 from halfstep.trainer.loggers import TrackerCallback
-from halfstep.trainer.looking import predicted_bytes, write_report
+from halfstep.trainer.looking import audited, predicted_bytes, write_report
 from halfstep.trainer.run import RunFolder
 from halfstep.trainer.state import TrainerControl, TrainerState
 
@@ -24,11 +25,12 @@ class RecordsWriter(TrainerCallback):
     Its part of a checkpoint is how far they are, so that a resumed run drops what it gives up and goes on as one that never stopped.
     """
 
-    def __init__(self, run: RunFolder, trackers: Sequence[TrackerCallback] = ()) -> None:
-        self.run, self._trackers = run, trackers
+    def __init__(self, run: RunFolder, trackers: Sequence[TrackerCallback], compute_loss: Callable[..., Any]) -> None:
+        self.run, self._trackers, self._compute_loss = run, trackers, compute_loss
         self.recorder: Recorder | None = None
         self.kept: dict[str, Any] = {}  # of the checkpoint that the run goes on from
-        self._predicts = False  # the memory of the first step is still to be predicted
+        self._predicts = self._audits = False  # the memory of the first step is still to be predicted, the step to be audited
+        self._inputs: dict[str, Any] = {}  # of the first step, until they were looked at
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin, or go on as of the checkpoint."""
@@ -47,7 +49,7 @@ class RecordsWriter(TrainerCallback):
             batch=f"{state.train_batch_size or args.per_device_train_batch_size}{accumulated} samples",
             trackers=lambda: [t.tracker for t in self._trackers if t.tracker is not None],
         )
-        self._predicts = args.report
+        self._predicts, self._audits = args.report, args.audit and not state.attempted
         if state.attempted:
             self.recorder.load_state_dict(kept or _unknown(state))
             self.recorder.event("resumed", f"the run went on from the checkpoint of step {state.global_step}")
@@ -55,11 +57,24 @@ class RecordsWriter(TrainerCallback):
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The weights have moved, and the gradients are still there."""
         if self.recorder is not None:
+            if self._predicts or self._audits:
+                self._inputs = dict(to_device(kwargs["inputs"], kwargs["device"]))
             if self._predicts:
                 self._predicts = False
-                inputs, optimizer = dict(to_device(kwargs["inputs"], kwargs["device"])), inner(kwargs["optimizer"])
-                self.recorder.predict(predicted_bytes(kwargs["model"], inputs, optimizer, args))
+                self.recorder.predict(predicted_bytes(kwargs["model"], self._inputs, inner(kwargs["optimizer"]), args))
             self.recorder.step(kwargs["step_result"].settled())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After the first step: the audit, where it was asked for. Its own steps leave the model and random states as they are."""
+        if self.recorder is not None and self._audits:
+            self._audits, model, inputs = False, kwargs["model"], self._inputs
+            found = audited(model, lambda: self._compute_loss(model, dict(inputs)))
+            if isinstance(found, str):
+                self.recorder.event("note", f"the step was not audited: {found}", UNAUDITED)
+            else:
+                self.recorder.document(AUDIT, found.as_dict())
+                print(str(found).partition("\n")[0])
+        self._inputs = {}
 
     def on_step_skipped(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """They have not."""
@@ -105,6 +120,7 @@ def _tell_end(recorder: Recorder, error: BaseException | None, step: int) -> Non
         recorder.event("note", f"the run failed after step {step}: {type(error).__name__}: {error}", FAILED)
 
 
+UNAUDITED = "halfstep.audit(model, batch) in a script of its own may tell more; the run goes on."
 FAILED = "The run ended with an error that is not about numbers; the terminal has it in full."
 
 

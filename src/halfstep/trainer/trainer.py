@@ -107,12 +107,16 @@ class Trainer(Feeding, Evaluating):
         main, self.run = self.accelerator.is_main_process, folder_of(self.args, self.accelerator.ranks)
         self.state.is_world_process_zero, self.state.is_local_process_zero = main, self.accelerator.is_local_main_process
         trackers = [TrackerCallback(one) for one in trackers_of(self.args)] if main else []
-        self.callbacks = CallbackList([DefaultFlowCallback(), MetricsWriter(self.run), RecordsWriter(self.run, trackers)])
+        self.callbacks = CallbackList([DefaultFlowCallback(), MetricsWriter(self.run), RecordsWriter(self.run, trackers, self._loss_of)])
         for callback in (*trackers, *(() if self.args.disable_tqdm or not main else (ProgressCallback(),)), *check_callbacks(callbacks)):
             self.add_callback(callback)
         self.settings = self.args.to_dict()
         self._prepare_run()
         self._event("on_init_end")
+
+    def _loss_of(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of a batch that is looked at and not trained on, under whatever precision the model is bound to meanwhile."""
+        return torch.as_tensor(self.compute_loss(model, inputs))
 
     def _refuse(self, model: nn.Module | None) -> None:
         """Raise ConfigError for arguments that contradict each other or the settings."""

@@ -213,3 +213,29 @@ def test_what_stands_in_the_way_of_a_report_does_not_hide_how_the_run_ended(tmp_
         trainer(tmp_path, set(range(16)), report=True, max_bad_steps=2).train()
     assert "the report of" in caplog.text
     assert "the disk is full" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-lean"])
+def test_an_audit_is_kept_and_told_and_changes_no_bit(precision: str, tmp_path: Path, capsys: Any) -> None:
+    ends = []
+    for audits in (True, False):
+        made = trainer(tmp_path / str(audits), precision=precision, audit=audits, max_steps=3, save_strategy="no")
+        made.train()
+        ends.append([t.clone() for t in made.model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    audit = read_run(tmp_path / "True").audit
+    assert capsys.readouterr().out == f"{audit['answer']}\n"
+    assert audit["precision"] == precision
+    assert read_run(tmp_path / "False").audit == {}
+    assert (tmp_path / "True" / "layers.jsonl").read_bytes() == (tmp_path / "False" / "layers.jsonl").read_bytes()
+
+
+def test_a_step_that_cannot_be_audited_is_an_event_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise ConfigError("this model cannot be audited", "Leave it out.")
+
+    monkeypatch.setattr("halfstep.trainer.looking.audit", refused)
+    trainer(tmp_path, audit=True, max_steps=2, save_strategy="no").train()
+    assert (1, "note", "the step was not audited: this model cannot be audited. Leave it out.") in told(tmp_path)
+    assert not (tmp_path / "audit.json").exists()

@@ -220,7 +220,7 @@ def test_every_field_that_transformers_has_too_has_its_name_and_default_there() 
 
     theirs = {f.name: f for f in dataclasses.fields(Theirs)}
     own = {"precision", "max_bad_steps", "on_overflow", "log_stalled", "heal", "rules", "plan", "chunked_loss", "reduce_dtype", *IN_THE_POLICY}
-    own |= {"gradient_release", "ema_decay", "ema_warmup", "ema_in_evaluation", "record_every", "report"}
+    own |= {"gradient_release", "ema_decay", "ema_warmup", "ema_in_evaluation", "record_every", "audit", "report"}
     older = {"overwrite_output_dir", "warmup_ratio", "logging_dir"}  # of transformers 4
     different = {"output_dir", "disable_tqdm", "optim", "logging_nan_inf_filter", "gradient_checkpointing", "include_for_metrics"}
     assert set(FIELDS) - own - older <= set(theirs)

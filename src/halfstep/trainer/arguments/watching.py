@@ -65,6 +65,7 @@ class LoggingFields:
         logging_dir: the folder of TensorBoard's files; one in output_dir when not given.
         log_stalled: at each log line, measure and log the share of updates that rounded away (a copy of the weights during that step).
         record_every: sample gradients, outputs and weights of each layer in the first step and every so many (layers.jsonl); 0: never.
+        audit: after the first step tell op by op why 16 bits are or are not faster here (audit.json, halfstep.audit); takes some 50 steps' time.
         report: when the run ends, in whatever way, write report.html into its folder (needs pip install 'halfstep[report]').
         include_num_input_tokens_seen: count the tokens that were read: no; all; or non_padding. True is all.
         report_to: loggers beside metrics.jsonl: none, all that are installed, tensorboard, wandb, mlflow, or a list of them.
@@ -78,6 +79,7 @@ class LoggingFields:
     logging_dir: str | None = None
     log_stalled: bool = False
     record_every: int = 100
+    audit: bool = False
     report: bool = False
     include_num_input_tokens_seen: Literal["no", "all", "non_padding"] = "no"
     report_to: None | str | list[str] = "none"  # noqa: RUF036 # the order that transformers' HfArgumentParser can read
