@@ -1,13 +1,13 @@
 """Is what `halfstep.memory` says before a step what the step takes?
 
-Eleven models from configurations (random weights, nothing is downloaded), each under four precisions, with and without gradient checkpointing: bytes
-by kind and the peak as predicted from shapes, and as counted in a real step (torch's profiler sees every allocation on a CPU). Bytes of tensors are
+Eleven models from configurations (random weights, nothing is downloaded), each under four precisions, and under two of them with gradient checkpointing
+too: bytes by kind and the peak as predicted from shapes, and as counted in a real step (torch's profiler sees every allocation on a CPU). Bytes of tensors are
 what is compared, so the numbers do not depend on what else the machine does. Beside them, for orientation, how much the resident memory of the
 process has grown at its highest.
 
 Reach: peak, and each kind that is 1 % of the peak or more, within 5 % of what was measured; `temporary` within 5 % of the peak.
 Run: python benchmarks/memory_plan.py [--models gpt2 llama ...] [--precisions fp32 ...] [--quick] [--write]
-(--write: the table into docs/guides/memory.md and the numbers into benchmarks/results/memory_plan.json)
+(--write: the rows into benchmarks/results/memory_plan.json, where others stay, and the table of all into docs/guides/memory.md)
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from halfstep.hardware import doctor
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "guides" / "memory.md", ROOT / "benchmarks" / "results" / "memory_plan.json"
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-lean")
+CHECKPOINTED = ("fp32", "bf16-lean")  # those that are run with gradient checkpointing too
 REACH, COUNTS = 0.05, 0.01
 Made = tuple[nn.Module, Any, Callable[..., Tensor] | None]
 WIDTH, LAYERS, VOCABULARY, BATCH, LENGTH = 192, 4, 2000, 4, 96
@@ -195,6 +196,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write(rows: list[dict[str, Any]]) -> None:
+    """Put rows into the results, in the place of those of the same model, precision and checkpointing, and the table of all into the guide."""
+    known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    every = {(r["model"], r["precision"], r["checkpointed"]): r for r in (*known, *rows)}
+    ordered = sorted(every.values(), key=lambda r: (list(MODELS).index(r["model"]), r["precision"], r["checkpointed"]))
+    about = {"date": str(datetime.date.today()), "machine": doctor("cpu").as_dict(), "threads": torch.get_num_threads(), "rows": ordered}
+    RESULTS.write_text(json.dumps(about, indent=1) + "\n")
+    made = f"<!-- measured -->\n{table(ordered)}\n<!-- end -->"
+    PAGE.write_text(re.sub(r"<!-- measured -->\n.*?<!-- end -->", lambda _: made, PAGE.read_text(), flags=re.S))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -205,7 +217,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in ("gpt2", "resnet", "mlp") if options.quick else options.models:
         for precision in options.precisions:
-            for checkpointed in (False,) if options.quick or name in ("lstm", "mlp", "resnet") else (False, True):
+            twice = precision in CHECKPOINTED and name not in ("lstm", "mlp", "resnet") and not options.quick
+            for checkpointed in (False, True) if twice else (False,):
                 try:
                     rows.append(row(name, precision, checkpointed))
                 except HalfstepError as error:
@@ -215,12 +228,7 @@ def main() -> None:
     far = [r for r in rows if "refused" not in r and max(map(abs, r["error"].values())) > REACH]
     print(f"\n{len(rows)} rows, {len(far)} beyond {REACH:.0%}, {sum('refused' in r for r in rows)} refused", file=sys.stderr)
     if options.write:
-        about = {"date": str(datetime.date.today()), "machine": doctor("cpu").as_dict(), "threads": torch.get_num_threads(), "rows": rows}
-        RESULTS.write_text(json.dumps(about, indent=1) + "\n")
-        text = re.sub(
-            r"<!-- measured -->\n.*?<!-- end -->", lambda _: f"<!-- measured -->\n{table(rows)}\n<!-- end -->", PAGE.read_text(), flags=re.S
-        )
-        PAGE.write_text(text)
+        write(rows)
     sys.exit(1 if far else 0)
 
 
