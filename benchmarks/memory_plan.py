@@ -1,9 +1,9 @@
 """Is what `halfstep.memory` says before a step what the step takes?
 
-Eleven models from configurations (random weights, nothing is downloaded), each under four precisions, and under two of them with gradient checkpointing
-too: bytes by kind and the peak as predicted from shapes, and as counted in a real step (torch's profiler sees every allocation on a CPU). Bytes of tensors are
-what is compared, so the numbers do not depend on what else the machine does. Beside them, for orientation, how much the resident memory of the
-process has grown at its highest.
+Eleven models from configurations (random weights, nothing is downloaded), each under four precisions, and under two of them with gradient
+checkpointing too: bytes by kind and the peak as predicted from shapes, and as counted in a real step (torch's profiler sees every allocation on a
+CPU). Bytes of tensors are what is compared, so the numbers do not depend on what else the machine does. Beside them, for orientation, how much the
+resident memory of the process has grown at its highest.
 
 Reach: peak, and each kind that is 1 % of the peak or more, within 5 % of what was measured; `temporary` within 5 % of the peak.
 Run: python benchmarks/memory_plan.py [--models gpt2 llama ...] [--precisions fp32 ...] [--quick] [--write]

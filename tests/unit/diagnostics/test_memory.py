@@ -59,7 +59,24 @@ def net() -> tuple[nn.Module, Any]:
     return Net(), torch.randn(256, 64)
 
 
-SUBJECTS = {"gpt": gpt, "convolutions": convolutions, "net": net}
+class Branches(nn.Module):
+    """Three ways from one tensor, whose gradients are added up: in place, where autograd can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return (h * 2).sum() + (h * 3).sum() + (h * 5).sum()
+
+
+def branches() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return Branches(), torch.randn(256, 16)
+
+
+SUBJECTS = {"branches": branches, "gpt": gpt, "convolutions": convolutions, "net": net}
 
 
 def mean(outputs: Any) -> Tensor:
@@ -78,7 +95,7 @@ def agree(predicted: MemoryPlan, found: MemoryPlan, within: float = 0.05) -> Non
         assert abs(mine - theirs) <= bound, f"{kind}\n{both}"
 
 
-QUICK = {("gpt", "bf16-lean"), ("convolutions", "fp16-mixed"), ("net", "fp32"), ("gpt", "bf16-mixed")}
+QUICK = {("gpt", "bf16-lean"), ("convolutions", "fp16-mixed"), ("net", "fp32"), ("branches", "fp32")}
 CASES = [pytest.param(n, p, marks=() if (n, p) in QUICK else pytest.mark.slow) for n in SUBJECTS for p in PRECISIONS]
 
 
@@ -110,8 +127,20 @@ def test_so_it_does_with_other_optimizers_and_windows(way: str, precision: str) 
     agree(predicted, measure(model, batch, precision=precision, **WAYS[way]))
 
 
-@pytest.mark.parametrize("setting", ["recomputed", *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8", "chunked"))])
-def test_what_is_set_on_a_model_is_followed(setting: str) -> None:
+def test_blocks_that_are_computed_again_are_followed() -> None:
+    model, batch = gpt()
+    batch = {name: t.repeat(4, 1) for name, t in batch.items()}
+    plain = memory(model, batch, precision="bf16-mixed", savings=False)
+    assert any(name.startswith("blocks.") for name, _ in plain.modules), plain.modules
+    recompute_blocks(model)
+    predicted = memory(model, batch, precision="bf16-mixed", savings=False)
+    agree(predicted, measure(model, batch, precision="bf16-mixed"))
+    assert predicted.activations < 0.8 * plain.activations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["recomputed", "int8", "chunked"])
+def test_what_is_set_on_a_model_of_transformers_is_followed(setting: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -128,7 +157,6 @@ def test_what_is_set_on_a_model_is_followed(setting: str) -> None:
         precision += ",activations=int8"
     predicted = memory(model, batch, precision=precision, savings=False)
     agree(predicted, measure(model, batch, precision=precision))
-    assert predicted.peak < plain.peak
     assert predicted.activations < 0.9 * plain.activations
 
 
@@ -215,7 +243,7 @@ def test_whole_numbers_are_looked_at() -> None:
     agree(part, measure(Masked(), (x, mask)))
 
 
-@pytest.mark.parametrize("precision", ["bf16-lean,weights=split24", "bf16-true", "fp16-true"])
+@pytest.mark.parametrize("precision", ["bf16-lean,weights=split24", "fp16-true"])
 def test_what_is_always_there_is_what_the_policy_counts(precision: str) -> None:
     from halfstep.diagnostics.stepping import sizes_of
 
@@ -228,16 +256,16 @@ def test_what_is_always_there_is_what_the_policy_counts(precision: str) -> None:
 
 
 def test_the_text_begins_with_the_answer_and_savings_are_computed() -> None:
-    model, batch = gpt()
+    model, batch = net()
     plan = halfstep.memory(model, batch, precision="bf16-mixed")
     lines = str(plan).splitlines()
-    assert lines[0].startswith(f"a step takes {plan.peak / 2**20:.2f} MiB at its peak, in the ")
-    assert "GPT under bf16-mixed with FusedAdamW, batch input_ids [4, 32], labels [4, 32]; predicted" in lines[1]
+    assert lines[0].startswith(f"a step takes {plan.peak / 2**10:.2f} KiB at its peak, in the ")
+    assert "Net under bf16-mixed with FusedAdamW, batch [256, 64]; predicted" in lines[1]
     lean = next(s for s in plan.savings if s.setting == "precision=bf16-lean")
     assert lean.peak == memory(model, batch, precision="bf16-lean", savings=False).peak < plan.peak
-    assert f"precision=bf16-lean  {lean.peak / 2**20:.2f} MiB" in str(plan)
+    assert f"precision=bf16-lean  {lean.peak / 2**10:.2f} KiB" in str(plan)
+    assert plan.casts == 2 * sum(p.numel() for p in (model.first.weight, model.last.weight))
     assert plan.as_dict() == {**{kind: getattr(plan, kind) for kind in KINDS}, "peak": plan.peak}
-    assert any("blocks.0" in name for name, _ in plan.modules), plan.modules
 
 
 @pytest.mark.parametrize(
