@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +132,12 @@ def test_an_accelerators_folder_and_a_bare_file_are_read(tmp_path: Path) -> None
         read_run(tmp_path / "nowhere")
 
 
-def test_100000_lines_are_read_in_about_a_second(tmp_path: Path) -> None:
+def test_a_long_run_is_read_whole(tmp_path: Path) -> None:
+    """How long it takes: `python benchmarks/report_speed.py`."""
     one = {"loss": 2.1234567, "grad_norm": 1.2345, "lr": 3e-4, "scale": 65536.0, "largest_gradient": {"net.0.weight": 0.5}, "underflow": 0.01}
     with (tmp_path / "metrics.jsonl").open("w") as file:
         begin = json.dumps(one)[:-1]
-        file.writelines(f'{begin}, "near": "", "epoch": {k / 1000}, "step": {k}, "applied": {k}, "skipped": 0}}\n' for k in range(100_000))
-    began = time.process_time()
+        file.writelines(f'{begin}, "near": "", "epoch": {k / 1000}, "step": {k}, "applied": {k}, "skipped": 0}}\n' for k in range(20_000))
     found = read_run(tmp_path)
-    took = time.process_time() - began
     assert isinstance(found, RunRecords)
-    assert len(found.metrics) == 100_000
-    assert took < 3  # 0.4 s on an idle core of 2026
+    assert [m["step"] for m in found.metrics] == list(range(20_000))
