@@ -25,14 +25,15 @@ PRECISIONS = ("bf16-mixed", "fp16-mixed,products=emulated", "bf16-lean", "bf16-t
 
 
 class Noisy(Pictures):
-    """What a look could change: running statistics, dropout, a counter in Python."""
+    """What a look could change: running statistics, dropout, a counter in Python, a tensor that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.drop = 0, nn.Dropout(0.5)
+        self.calls, self.drop, self.sums = 0, nn.Dropout(0.5), torch.zeros(3)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.sums += x.detach().mean((0, 2, 3))
         return super().forward(self.drop(x), labels)
 
 
@@ -52,6 +53,7 @@ def test_everything_is_left_as_it_was(precision: str | None) -> None:
     assert found.backward
     assert torch.equal(random, torch.get_rng_state())
     assert (model.calls, model.training, "forward" in model.__dict__) == (0, True, False)
+    assert torch.equal(model.sums, torch.zeros(3))
     assert model.head.weight.grad is gradient
     assert torch.equal(gradient, torch.ones(8, 8))
     assert given[0].grad is beside
