@@ -11,6 +11,7 @@ from torch import nn
 
 import halfstep
 from halfstep.amp import bind
+from halfstep.diagnostics.boundaries import Replay
 from halfstep.diagnostics.compare import compare
 from halfstep.diagnostics.comparison import judged
 from halfstep.errors import ConfigError, PolicyError
@@ -137,6 +138,32 @@ def test_two_precisions_and_a_reference_of_16_bits():
     found = compare(Net(), texts(1), "bf16-lean", reference="bf16-mixed", steps=1, seeds=1)
     assert found.alike
     assert all(d.forward == 0 for d in found.damage)  # lean weights give the same forward pass
+
+
+def test_buffers_that_the_model_computes_with_are_those_of_the_tested_run():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+            self.register_buffer("count", torch.ones(()))
+
+        def forward(self, x):
+            self.count += 1
+            return (self.net(x) * self.count).square().mean()
+
+    found = compare(Counts(), [torch.randn(3, 4)], "bf16-mixed", steps=2, seeds=1)
+    assert found.alike
+    assert all(d.forward < 0.01 for d in found.damage)
+
+
+def test_noise_moves_numbers_by_one_rounding_at_most_and_choices_not_at_all():
+    replay = Replay(nn.Identity(), {}, [], 1.0, noise=2.0**-8)
+    exact = torch.tensor([0.0, 1.0, -1.0, 1.5, 2.0, -3.0, 2.0**20])
+    assert torch.equal(replay.moved(exact), exact)
+    x = torch.randn(1000)
+    by = (replay.moved(x) - x).abs() / x.abs()
+    assert 0.8 * 2.0**-8 < float(by.max()) <= 1.001 * 2.0**-8
+    assert torch.equal(replay.moved(torch.arange(5)), torch.arange(5))
 
 
 def test_the_model_the_batches_and_the_random_states_are_left_alone():

@@ -225,3 +225,13 @@ def test_what_cannot_be_simulated_is_refused_with_a_remedy(case):
     with pytest.raises(ConfigError) as refused:
         REFUSED[case]()
     assert refused.value.remedy
+
+
+@pytest.mark.parametrize(("fmt", "fits", "over"), [("e4m3", 463.0, 465.0), ("e5m2", 61439.0, 61440.0), ("fp16", 65519.0, 65520.0)])
+def test_overflow_is_counted_from_half_a_step_beyond_the_largest(fmt, fits, over):
+    model = nn.Linear(1, 1, bias=False)
+    for weight, share in ((fits, 0.0), (over, 1.0)):
+        model.weight.data.fill_(weight)
+        with simulate(model, fmt, what="weights") as seen:
+            model(torch.zeros(1, 1))
+        assert [r.overflow for r in seen.seen] == [share]
