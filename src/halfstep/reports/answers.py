@@ -89,7 +89,7 @@ def _evaluated(run: History) -> str:
     if not np.isfinite(series.values[-1]):
         return f"The last evaluation is {_kind(series)}."
     best = int(good.values.argmin())
-    where = "at the end" if good.steps[-1] >= run.steps else f"at step {number(good.steps[-1])}, the last one"
+    where = "at the end" if float(good.steps[-1]) >= run.steps else f"at step {number(good.steps[-1])}, the last one"
     told = f"Evaluation: {number(good.values[-1])} {where}"
     if len(good) > 2 and good.values[-1] > good.values[best] * 1.01 + 1e-12:
         told += f", lowest {number(good.values[best])} at step {number(good.steps[best])}: it has risen since"
@@ -220,6 +220,9 @@ def _about_numbers(run: History) -> list[str]:
         told.append("Updates round away: give 16-bit weights masters (weights=split, or a *-lean precision), or raise the learning rate.")
     if len(underflow) and underflow.values[-1] > UNDERFLOW:
         told.append("Gradients underflow fp16: scale=dynamic raises the loss scale, halfstep plan finds a start; bf16 needs none.")
+    ratio, than = run.records.audit.get("measured"), run.records.audit.get("baseline")
+    if isinstance(ratio, int | float) and ratio > 1 and than == "fp32":
+        told.append(f"A step takes {number(ratio)} of fp32's time here: the audit below says why.")
     worst = [view for view in run.views if view.measure == "overflow" and view.worst[0] > 0]
     if worst and not any(event.why for event in run.events_of("pinned", "close")):
         view = max(worst, key=lambda v: v.worst[0])

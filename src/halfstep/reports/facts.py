@@ -11,6 +11,7 @@ from halfstep.reports.numbers import number, share, size
 
 CELL = 400  # characters of one value in a table of settings
 AUDIT_ROWS = 25
+AUDIT_SHOWN = ("answer", "findings", "product_flops", "classes", "modules", "rows")  # in tables of their own
 PROCESS = "process peak"  # of the interpreter and all libraries too: a number of its own, and no bar beside tensors
 WHOLE = ("peak", PROCESS, "total")  # kinds that hold others
 OWN = ("output_dir", "run_name", "logging_dir")  # settings that tell two runs apart and change nothing
@@ -95,19 +96,26 @@ def audit(run: History) -> list[Block]:
         parts = tuple((str(form), _share(part)) for form, part in formats.items())
         blocks.append(Table("Formats that products run in, by operations", ("format", "share"), parts, frozenset({1})))
     classes = [
-        (*(text(c.get(k)) for k in ("name", "calls")), _share(c.get("share")), _size(c.get("bytes")), text(c.get("formats")))
+        (*(text(c.get(k)) for k in ("name", "calls")), _share(c.get("share")), _size(c.get("bytes")), _formats(c.get("formats")))
         for c in _of(found, "classes")
     ]
     if classes:
         of_class = ("class of op", "calls", "share of time", "bytes", "formats")
         blocks.append(Table("Time by class of op", of_class, tuple(classes), frozenset({1, 2, 3})))
+    modules = [
+        (text(m.get("name")), text(m.get("calls")), _share(m.get("share")), _size(m.get("bytes")), _formats(m.get("formats")))
+        for m in _of(found, "modules")[:AUDIT_ROWS]
+    ]
+    if modules:
+        of_module = ("module", "calls", "share of time", "bytes", "formats")
+        blocks.append(Table("Time by module, largest first", of_module, tuple(modules), frozenset({1, 2, 3}), folded=True))
     keys = ("module", "op", "direction", "dtype_in", "dtype_out")
     ops = [(*(text(row.get(k)) for k in keys), _share(row.get("share")), text(row.get("why") or "")) for row in _of(found, "rows")]
     if ops:
         of_op = ("module", "op", "direction", "in", "out", "share of time", "why")
         left = f", the largest {AUDIT_ROWS} of {len(ops):,}" if len(ops) > AUDIT_ROWS else ""
         blocks.append(Table(f"Ops by module{left}", of_op, tuple(ops[:AUDIT_ROWS]), frozenset({5}), folded=True))
-    rest = {k: v for k, v in found.items() if k not in ("answer", "findings", "product_flops", "classes", "rows") and v is not None}
+    rest = {k: v for k, v in found.items() if k not in AUDIT_SHOWN and v is not None}
     return [*blocks, settings("The audit's numbers", rest, folded=True)] if rest else blocks
 
 
@@ -126,6 +134,11 @@ def _share(value: Any) -> str:
 
 def _size(value: Any) -> str:
     return size(value) if isinstance(value, int | float) else "–"
+
+
+def _formats(value: Any) -> str:
+    """Shares of time by format as text."""
+    return ", ".join(f"{form} {_share(part)}" for form, part in value.items()) if isinstance(value, Mapping) else text(value)
 
 
 def _where(finding: Mapping[str, Any]) -> str:

@@ -16,9 +16,10 @@ MEMORY = {
     "batch": "16 x 64 int64",
 }
 FINDING = {"cause": "cast", "module": "blocks.0", "op": "to", "what": "a cast around each layer", "remedy": "leave .float() out", "share": 0.12}
+CLASS = {"name": "matmul", "calls": 96, "share": 0.6, "bytes": 10_000, "formats": {"bf16": 0.9, "fp32": 0.1}}
 AUDIT = {
     "answer": "bf16-mixed takes 0.71 of fp32's step here.", "measured": 0.71, "predicted": 0.74, "findings": [FINDING],
-    "product_flops": {"bf16": 0.9, "fp32": 0.1}, "classes": [{"name": "matmul", "calls": 96, "share": 0.6, "bytes": 10_000, "formats": "bf16"}],
+    "product_flops": {"bf16": 0.9, "fp32": 0.1}, "classes": [CLASS],
     "rows": [{"module": "blocks.0", "op": "linear", "direction": "forward", "dtype_in": "fp32", "dtype_out": "bf16", "share": 0.2, "why": ""}],
 }  # fmt: skip
 EVENTS = (

@@ -207,6 +207,18 @@ def test_the_plan_that_a_run_followed_is_told(tmp_path):
     assert "| blocks.0 | – | outputs reach 3.1e5, fp16 ends at 65,504 |" in told
 
 
+def test_an_audit_is_told_and_slow_16_bits_are_said_on_the_first_screen(tmp_path):
+    run = write_run(tmp_path / "run", lines=5, samples=0)
+    audit = json.loads((run / "audit.json").read_text()) | {"baseline": "fp32", "measured": 1.31}
+    (run / "audit.json").write_text(
+        json.dumps(audit | {"modules": [{"name": "blocks.0", "calls": 3, "share": 0.4, "bytes": 2048, "formats": {"bf16": 1}}]})
+    )
+    told = markdown(document([read_run(run)]))
+    assert "1. A step takes 1.31 of fp32's time here: the audit below says why." in told
+    assert "| matmul | 96 | 60 % | 9.77 KiB | bf16 90 %, fp32 10 % |" in told
+    assert "| blocks.0 | 3 | 40 % | 2 KiB | bf16 100 % |" in told
+
+
 def test_lost_steps_are_marked_on_the_scale(tmp_path):
     events = [{"step": 3, "kind": "skipped", "text": "lost"}, {"step": 4, "kind": "replayed", "text": "again"}]
     chart = next(c for c in document([read_run(write_run(tmp_path / "run", events=events))]).charts if c.name == "scale")
