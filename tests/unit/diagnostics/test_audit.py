@@ -21,7 +21,7 @@ from halfstep.diagnostics.audit_times import clock_for
 from halfstep.errors import ConfigError
 from halfstep.policy import parse
 
-PRECISIONS = ("bf16-mixed", "fp16-mixed,products=emulated", "bf16-lean", "bf16-true")
+PRECISIONS = ("bf16-mixed", "bf16-lean", "bf16-true")
 
 
 class Noisy(Pictures):

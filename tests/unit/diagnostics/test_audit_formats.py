@@ -113,7 +113,7 @@ def test_emulated_products_are_told_apart_from_fp32_ones() -> None:
 
 
 @pytest.mark.parametrize("emulated", [(), ("matmul", "convolution", "attention")])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", "convolutions"])
 def test_every_op_that_is_priced_runs_alone_in_both_formats(name: str, emulated: tuple[str, ...]) -> None:
     """Nothing is said of how long: only that each op can be run again on operands of its sizes."""
     model, given = MODELS[name]()
