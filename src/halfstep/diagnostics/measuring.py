@@ -64,6 +64,8 @@ class _Run:
         self.model = copy.deepcopy(step.model)
         for p in self.model.parameters():
             p.grad = None
+        if not self.model.training:
+            self.model.train()
         if step.recompute:
             recompute_blocks(self.model)
         if bound_policy(self.model) is None:

@@ -45,7 +45,8 @@ def memory(
     measured: run one real step (of a copy of the model) instead and count what it allocates: for models that decide by numbers what to do.
     savings: also tell what the peak would be with 16-bit weights, gradient checkpointing and 8-bit activations; three more walks.
 
-    Activation checkpointing, `chunk_loss` and pins that are set on the model are followed. Time: some 0.1 ms an op. The model is left as it was.
+    Activation checkpointing, `chunk_loss` and pins that are set on the model are followed; a model in evaluation mode is looked at in training
+    mode. Time: some 0.1 ms an op. The model is left as it was.
     Raises ConfigError for a model that decides by numbers what to do, with the remedy, and for arguments that cannot be; PolicyError for a precision
     that cannot work.
     """

@@ -97,7 +97,8 @@ def _walk(step: Step, fake: FakeTensorMode, ledger: Ledger) -> Walked:
         recompute_blocks(model)
     if bound_policy(model) is None:
         bind(model, step.policy, step.device)
-    model.train(step.model.training)
+    if not model.training:  # as a trainer does; parts that are in evaluation while the whole is not stay so
+        model.train()
     with modules_told(model, ledger):
         _pass(model, batch, replace(step, accumulate=1), ledger, 0)  # what the first step settles: weights in 16 bits, memory that is used again
     ledger.forget_kinds()

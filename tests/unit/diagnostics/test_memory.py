@@ -227,6 +227,19 @@ def test_a_model_that_decides_by_numbers_is_refused_with_the_remedy() -> None:
     assert plan.activations > memory(Net(), x, savings=False).activations
 
 
+def test_a_model_in_evaluation_mode_is_planned_for_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
+    x = torch.randn(64, 64)
+    whole = memory(model, x, loss=lambda y: y.square().mean(), savings=False)
+    model[3].eval()
+    part = memory(model, x, loss=lambda y: y.square().mean(), savings=False)
+    assert part.activations < whole.activations
+    agree(part, measure(model, x, loss=lambda y: y.square().mean()))
+    assert memory(model.eval(), x, loss=lambda y: y.square().mean(), savings=False).activations == whole.activations
+    assert not model.training
+
+
 def test_whole_numbers_are_looked_at() -> None:
     class Masked(Net):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
