@@ -80,7 +80,17 @@ def compare(
     final = judged([a for a, _ in found], [b for _, b in found], 2 * tested.half_step * abs(found[0][0]) if math.isfinite(found[0][0]) else 0.0)
     divergences = ledger.all(steps, final.verdict)
     return Comparison(
-        str(tested), str(theirs), steps, tolerance, divergences, ledger.damage(), tuple(ledger.losses), final, ledger.moved, len(ledger.refused)
+        str(tested),
+        str(theirs),
+        steps,
+        tolerance,
+        divergences,
+        ledger.damage(),
+        tuple(ledger.losses),
+        final,
+        ledger.moved,
+        len(ledger.refused),
+        compile,
     )
 
 

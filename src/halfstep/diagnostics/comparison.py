@@ -146,6 +146,7 @@ class Comparison:
     damage: modules, worst first. losses: of each step of the first seed, as (reference, tested). final: where the runs end. moved: how far the tested
     run's weights have come, over how far the reference's have, None when neither moved. refused: steps of the tested run of the first seed that were
     not applied. tolerance: how many times the expected error still counts as alike.
+    compiled: the tested run was compiled, and modules were not looked at one by one.
     """
 
     tested: str
@@ -158,6 +159,7 @@ class Comparison:
     final: LossVerdict
     moved: float | None
     refused: int
+    compiled: bool = False
 
     @property
     def first(self) -> Divergence | None:
@@ -189,7 +191,8 @@ class Comparison:
         if self.moved is not None and not 0.9 <= self.moved <= 1.1:
             lines.append(f"weights have come {self.moved:.0%} as far as under {self.reference}")
         if self.damage:
-            lines.append(f"errors that arise in a module's own code, worst first (alike up to {number(self.tolerance)} times expected):")
+            what = "differences of the whole model and its gradients" if self.compiled else "errors that arise in a module's own code"
+            lines.append(f"{what}, worst first (alike up to {number(self.tolerance)} times expected):")
             lines += [f"  {d}" for d in self.damage[:SHOWN]]
         return "\n".join(lines)
 

@@ -265,6 +265,8 @@ def test_what_cannot_be_compared_is_refused_with_a_remedy(case):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch warns about itself when it compiles
+@pytest.mark.usefixtures("fresh_compiler")
 def test_eager_against_compiled():
     model = Net()
     model.drop.p = 0.0
@@ -272,6 +274,7 @@ def test_eager_against_compiled():
     assert found.alike, found
     assert found.reference == "bf16-mixed"
     assert found.tested == "bf16-mixed, compiled"
+    assert "differences of the whole model" in str(found)
 
 
 FAMILIES = {
