@@ -33,7 +33,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from halfstep.amp.recompute import recompute_blocks
-from halfstep.diagnostics import MemoryPlan, measure, memory
+from halfstep.diagnostics import MemoryPlan, measure
+from halfstep.diagnostics.memory import memory
 from halfstep.diagnostics.memory_plan import KINDS
 from halfstep.errors import HalfstepError
 from halfstep.hardware import doctor

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.diagnostics import trace
+from halfstep.diagnostics.trace import trace
 from halfstep.optim import wrap
 
 WIDTH, TOKENS, WORDS = 32, 8, 48

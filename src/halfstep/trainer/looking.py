@@ -1,21 +1,20 @@
 """What is found out about a run besides its own numbers, where it was asked for: the memory predicted for its step, its audit, and the report at
-its end."""
+its end. What finds it out is imported when it is asked for."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from halfstep.diagnostics.audit import audit
-from halfstep.diagnostics.audit_record import Audit
-from halfstep.diagnostics.memory import memory
 from halfstep.errors import HalfstepError
-from halfstep.reports import report, require
 from halfstep.trainer.arguments import TrainingArguments
+
+if TYPE_CHECKING:
+    from halfstep.diagnostics import Audit
 
 logger = logging.getLogger("halfstep")
 
@@ -23,11 +22,15 @@ logger = logging.getLogger("halfstep")
 def refuse_missing_packages(args: TrainingArguments) -> None:
     """Raise MissingExtraError for a report that could not be written at the end, before anything is trained."""
     if args.report:
+        from halfstep.reports import require
+
         require()
 
 
 def predicted_bytes(model: nn.Module, inputs: dict[str, Any], optimizer: Any, args: TrainingArguments) -> dict[str, int] | str:
     """What `halfstep.memory` says that a step of this run takes, in bytes by kind; or in words why it cannot say. Takes some 0.1 ms an op."""
+    from halfstep.diagnostics.memory import memory
+
     try:
         plan = memory(
             model,
@@ -44,6 +47,8 @@ def predicted_bytes(model: nn.Module, inputs: dict[str, Any], optimizer: Any, ar
 
 def audited(model: nn.Module, call: Callable[[], Any]) -> Audit | str:
     """What `halfstep.audit` says of a step of this run, whose loss `call` computes; or in words why it cannot say."""
+    from halfstep.diagnostics.audit import audit
+
     try:
         return audit(model, call=call)
     except HalfstepError as error:
@@ -52,6 +57,8 @@ def audited(model: nn.Module, call: Callable[[], Any]) -> Audit | str:
 
 def write_report(folder: Path, quiet: bool) -> None:
     """Write report.html into a run folder whose run has ended. What goes wrong is a warning: the run itself is over and done with."""
+    from halfstep.reports import report
+
     try:
         path = report(folder, output=folder / "report.html")
     except HalfstepError as error:

@@ -15,8 +15,9 @@ import halfstep
 from halfstep.amp import bind, chunk_loss
 from halfstep.amp.recompute import recompute_blocks
 from halfstep.demo import GPT, GPTConfig
-from halfstep.diagnostics import MemoryPlan, measure, memory
+from halfstep.diagnostics import MemoryPlan, measure
 from halfstep.diagnostics.blocks import Block, Timeline
+from halfstep.diagnostics.memory import memory
 from halfstep.diagnostics.memory_plan import KINDS
 from halfstep.errors import ConfigError
 from halfstep.policy import model_bytes, parse

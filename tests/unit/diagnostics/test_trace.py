@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.amp import bind, bound_policy
-from halfstep.diagnostics import trace
 from halfstep.diagnostics.ranking import ranked
-from halfstep.diagnostics.trace import loss_in, named
+from halfstep.diagnostics.trace import loss_in, named, trace
 from halfstep.errors import ConfigError, PolicyError
 from halfstep.optim import wrap
 from halfstep.policy import parse

@@ -196,7 +196,7 @@ def test_a_report_without_its_packages_is_refused_before_anything_is_trained(tmp
     def missing() -> None:
         raise MissingExtraError("a report needs the package plotly", "pip install 'halfstep[report]'")
 
-    monkeypatch.setattr("halfstep.trainer.looking.require", missing)
+    monkeypatch.setattr("halfstep.reports.require", missing)
     with pytest.raises(MissingExtraError, match="plotly"):
         trainer(tmp_path, report=True)
     trainer(tmp_path)
@@ -208,7 +208,7 @@ def test_what_stands_in_the_way_of_a_report_does_not_hide_how_the_run_ended(tmp_
     def broken(*runs: Any, output: Any) -> None:
         raise CheckpointError("the disk is full", "Free some space.")
 
-    monkeypatch.setattr("halfstep.trainer.looking.report", broken)
+    monkeypatch.setattr("halfstep.reports.report", broken)
     with pytest.raises(DivergedError):
         trainer(tmp_path, set(range(16)), report=True, max_bad_steps=2).train()
     assert "the report of" in caplog.text
@@ -235,7 +235,7 @@ def test_a_step_that_cannot_be_audited_is_an_event_and_the_run_goes_on(tmp_path:
     def refused(*args: Any, **kwargs: Any) -> None:
         raise ConfigError("this model cannot be audited", "Leave it out.")
 
-    monkeypatch.setattr("halfstep.trainer.looking.audit", refused)
+    monkeypatch.setattr("halfstep.diagnostics.audit.audit", refused)
     trainer(tmp_path, audit=True, max_steps=2, save_strategy="no").train()
     assert (1, "note", "the step was not audited: this model cannot be audited. Leave it out.") in told(tmp_path)
     assert not (tmp_path / "audit.json").exists()
