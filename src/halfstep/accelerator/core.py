@@ -79,6 +79,7 @@ class Core:
         self._short: int | None = None  # micro-batches of a window that ends early, until its last backward pass
         self._reached: set[int] = set()  # of several optimizers, those whose gradients backward passes of the micro-batch at hand have added to
         self._holding: set[int] = set()  # those with gradients of the window at hand
+        self._precise = False  # `autocast` was entered, or it was said that the precision reaches no model
         self._models: list[nn.Module] = []
         self._evaluated: list[nn.Module] = []  # those that were prepared to be evaluated only
         self._bindings: dict[int, Binding] = {}

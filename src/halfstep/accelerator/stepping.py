@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,8 @@ from halfstep.step.marks import Marks, gradients, marks, unchanged
 if TYPE_CHECKING:
     from halfstep.optim import Release
 
+logger = logging.getLogger("halfstep")
+
 
 class Stepping(Core):
     """What an accelerator does in the loop."""
@@ -37,6 +40,7 @@ class Stepping(Core):
         """
         if autocast_handler is not None and not taken(AutocastKwargs, autocast_handler).enabled:
             return autocast(self.device.type, enabled=False)
+        self._precise = True
         return forward_context(self.policy, self.device, self._products)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -46,6 +50,8 @@ class Stepping(Core):
         gradients are then the mean over those.
         """
         refuse_loss(loss, self._models, "gradient" in kwargs)
+        if not (self._models or self._precise):
+            self._say_without_model()
         window, self._held, self._opening = self._window, True, False
         if self._short is not None:  # the loader ended inside a window: what was divided by the full length is a mean over fewer
             self.scaler.rescale_(self._full_window / window)
@@ -68,6 +74,16 @@ class Stepping(Core):
             self._note_reached(before)
         if joins:
             self.scaler.join_ranks()
+
+    def _say_without_model(self) -> None:
+        """Say, once, that the precision is that of no model: nobody prepared one, and `autocast` was not entered."""
+        self._precise = True
+        if str(self.policy) != "fp32":
+            logger.warning(
+                "no model was prepared, so the loss was computed without %s. Give the model to prepare(), or compute the loss inside "
+                "accelerator.autocast()",
+                self.policy,
+            )
 
     def _users(self, loss: Tensor) -> Users:
         """Who uses gradients up inside the backward pass of `loss`, once they are the mean over ranks."""

@@ -65,7 +65,7 @@ def release(
     after_bad: what follows a gradient that must not be used: "tensor" leaves out that parameter alone; "rest" also those whose gradients come
         later in the step. Either way the loss scale falls for the next step, and nothing of this one is taken back.
     shared: see `Release.shared`. Without it several processes are refused.
-    Memory: about 4 KiB per parameter tensor. On a GPU each tensor's verdict is read: one wait per tensor.
+    Memory: some KiB of Python objects per parameter tensor. On a GPU each tensor's verdict is read: one wait per tensor.
     Returns the handle; `remove()` undoes it. Raises ConfigError for what cannot work, with the reason. Source of the idea: Lv et al., Full Parameter
     Fine-tuning for Large Language Models with Limited Resources (LOMO), arXiv:2306.09782.
     """

@@ -47,7 +47,7 @@ def single(optimizer: Optimizer) -> Single:
 class Twins:
     """For halfstep's own optimizers: the bits of a whole step, noise included, since a twin's parameter keeps its number.
 
-    Memory: a kernel's tables and some Python objects for each parameter, about 4 KiB.
+    Memory: a kernel's tables and Python objects for each parameter, some KiB.
     """
 
     def __init__(self, optimizer: MasteredOptimizer) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -331,3 +333,27 @@ def test_a_model_to_be_evaluated_runs_in_the_format_it_was_loaded_in_until_it_is
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(PolicyError, match="of the 2 trainable parameters are"):
         accelerator.prepare(model)
+
+
+@pytest.mark.parametrize(
+    ("precision", "way", "said"),
+    [
+        ("fp16-mixed", "alone", 1),
+        ("bf16-lean", "alone", 1),
+        ("fp32", "alone", 0),
+        ("fp16-mixed", "prepared", 0),
+        ("fp16-mixed", "autocast", 0),
+    ],
+)
+def test_a_precision_that_reaches_no_model_is_said_once(precision: str, way: str, said: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, accelerator = nn.Linear(4, 1), Accelerator(precision=precision, cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer) if way == "prepared" else (model, accelerator.prepare(optimizer))
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        for _ in range(2):
+            with accelerator.autocast() if way == "autocast" else nullcontext():
+                loss = model(torch.ones(2, 4)).float().square().mean()
+            accelerator.backward(loss)
+            assert optimizer.step()
+            optimizer.zero_grad()
+    assert sum("no model was prepared" in record.message for record in caplog.records) == said
