@@ -26,7 +26,7 @@ from halfstep.policy import LossScale, Policy
 logger = logging.getLogger("halfstep")
 T = TypeVar("T")
 
-SHARD = "Start the script with torchrun: models train in one process per GPU with DistributedDataParallel. precision='bf16-lean' saves memory."
+SHARD = "Start the script with torchrun: each process trains a whole model, and gradients are averaged. precision='bf16-lean' saves memory."
 NOT_CARRIED = {
     "deepspeed_plugin": SHARD,
     "deepspeed_plugins": SHARD,

@@ -122,13 +122,13 @@ class GradScaler:
         self._engine.settle()
         state = self._engine.state
         settings = {"on_overflow": state.on_overflow, "agree": state.agree, "deferred": state.deferred}
-        counts = {"patience": state.patience, "bad_steps": self.bad_steps, "heal": state.heal}
+        counts = {"patience": state.patience, "bad_steps": self.bad_steps, "steps": self.steps, "heal": state.heal}
         return {"device": self.device, "scaling": state.scaling, "settings": settings} | counts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.device = state["device"]
         self._engine = StepEngine(copy.copy(state["scaling"]), state["patience"], **state["settings"])
-        self._engine.bad_steps = state["bad_steps"]
+        self._engine.bad_steps, self._engine.steps = state["bad_steps"], state.get("steps", 0)
         self._look_into(state.get("heal", "skip"))
 
     def scale(self, outputs: Outputs) -> Outputs:

@@ -221,7 +221,7 @@ def _fp32_ops(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     share = share_of(loss, facts)
     if share >= 0.1:
         what = f"the loss runs in fp32 over all of its logits ({_percent(share)} of the step)"
-        remedy = "A language model's: chunked_loss=True, or halfstep.amp.linear_cross_entropy, which makes no logits. Else a smaller head."
+        remedy = "A language model's: chunked_loss='on', or halfstep.amp.linear_cross_entropy, which makes no logits. Else a smaller head."
         found.append(Reason("fp32 loss", loss[0].module, loss[0].op, what, remedy, share, share / 2))
     share = share_of(others, facts)
     if share >= 0.1:

@@ -34,6 +34,8 @@ def read_run(folder: str | Path) -> RunRecords:
     if not any((home / name).is_file() for name in (METRICS, EVENTS, LAYERS)) and not metrics.is_file():
         raise DataError(f"{place} holds no records of a run: no {METRICS}, {EVENTS} or {LAYERS}", _nearby(place))
     notes: list[str] = []
+    config = next(filter(None, (_read_yaml(home / name, notes) for name in CONFIGS)), {})
+    followed = config.get("plan", PLAN) is not None  # else the file is of a run that was here before
     return RunRecords(
         folder=home,
         metrics=tuple(_read_lines(metrics, notes, _as_it_is)),
@@ -41,9 +43,9 @@ def read_run(folder: str | Path) -> RunRecords:
         layers=tuple(_read_lines(home / LAYERS, notes, LayerSample.from_dict)),
         environment=_made(Environment.from_dict, _read_json(home / ENVIRONMENT, notes), home / ENVIRONMENT, notes, Environment()),
         memory=_made(MemoryLedger.from_dict, _read_json(home / MEMORY, notes), home / MEMORY, notes, MemoryLedger()),
-        config=next(filter(None, (_read_yaml(home / name, notes) for name in CONFIGS)), {}),
+        config=config,
         audit=_read_json(home / AUDIT, notes),
-        plan=_read_yaml(home / PLAN, notes),
+        plan=_read_yaml(home / PLAN, notes) if followed else {},
         rules=_read_yaml(home / RULES, notes),
         notes=tuple(notes),
     )

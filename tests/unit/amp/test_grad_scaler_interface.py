@@ -1,7 +1,9 @@
 """GradScaler's methods: what they accept, what they refuse and what they say."""
 
+import copy
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -254,3 +256,15 @@ def test_a_bad_parameter_is_called_by_its_best_name() -> None:
         with scaler.edits():
             bad.grad[0] = math.nan
         assert [c.name for c in scaler.step(optimizer).culprits] == [expected]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))], ids=["deepcopy", "pickle"])  # noqa: S301  our own bytes
+def test_a_copy_goes_on_counting(way: Any) -> None:
+    weight, optimizer, scaler = ready(init_scale=8.0, strategy="stock")
+    for value in (1.0, 1.0, math.inf):
+        scaler.scale((weight * value).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    made = way(scaler)
+    assert (made.steps, made.bad_steps, made.get_scale()) == (scaler.steps, scaler.bad_steps, scaler.get_scale()) == (2, 1, 8.0)

@@ -104,6 +104,7 @@ def test_overwriting_removes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     run = tmp_path / "run"
     trainer(run).train()
     (run / "notes.txt").write_text("mine")
+    (run / "report.html").write_text("of the run that was here")
     (run / "data").mkdir()
     (run / "data" / "checkpoint-1").write_text("not a checkpoint of this run")
     trainer(run, max_steps=1, learning_rate=0.5, overwrite_output_dir=True).train()

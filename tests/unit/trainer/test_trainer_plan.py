@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import Plan, Trainer, TrainingArguments
 from halfstep.amp import pins
+from halfstep.diagnostics import read_run
 from halfstep.diagnostics.planned import Held
 from halfstep.errors import ConfigError
 
@@ -101,6 +102,14 @@ def test_the_file_goes_into_the_run_folder_and_is_resumed_with(tmp_path: Path) -
     assert again.policy == first.args.policy == PLAN.policy
     resumed = run(tmp_path / "a", tmp_path / "a" / "checkpoint-3", plan=settings["plan"], save_strategy="steps", save_steps=3)
     assert all(torch.equal(a, b) for a, b in zip(first.model.state_dict().values(), resumed.model.state_dict().values(), strict=True))
+
+
+def test_a_run_that_follows_no_plan_has_none_in_its_records(tmp_path: Path) -> None:
+    run(tmp_path / "a", plan=PLAN, max_steps=1)
+    assert read_run(tmp_path / "a").plan["precision"] == "fp16-mixed"
+    run(tmp_path / "a", precision="fp32", max_steps=1, overwrite_output_dir=True)
+    assert (tmp_path / "a" / "plan.yaml").exists(), "it may be somebody's, for the next run"
+    assert read_run(tmp_path / "a").plan == {}
 
 
 def test_one_line_says_what_was_applied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
