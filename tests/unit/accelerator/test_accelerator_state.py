@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from halfstep import Accelerator
 from halfstep.checkpoint import capture, load, seed_everything
-from halfstep.errors import CheckpointError, HalfstepError
+from halfstep.errors import CheckpointError, DivergedError, HalfstepError
 
 PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed,scale=dynamic:65536,scale_window=2", "fp16-mixed,scale=static:512"]
 
@@ -304,3 +304,16 @@ def test_a_checkpoint_that_lacks_a_part_changes_nothing(tmp_path: Path, folder: 
     loaded = load(folder)
     other = save(tmp_path / "other", {k: v for k, v in loaded.parts.items() if k != part}, loaded.about)
     assert part in refused(other, Run("bf16-mixed")).cause
+
+
+def test_a_run_that_diverges_names_the_checkpoint_that_it_went_on_from(tmp_path: Path) -> None:
+    def fresh() -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+        accelerator, model = Accelerator(cpu=True, patience=1), nn.Linear(4, 1)
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    fresh()[0].save_state(tmp_path / "good")
+    accelerator, model, optimizer = fresh()
+    accelerator.load_state(tmp_path / "good")
+    accelerator.backward(model(torch.full((2, 4), float("nan"))).sum())
+    with pytest.raises(DivergedError, match=r"last good checkpoint is .*good"):
+        optimizer.step()

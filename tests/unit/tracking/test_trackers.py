@@ -20,6 +20,7 @@ RECORDS = [{"loss": torch.tensor(0.5), "note": "begun"}, {"loss": math.nan, "nor
 def test_json_lines_hold_every_record_with_nan_as_nan(tmp_path: Path) -> None:
     tracker = make_tracker("jsonl", "run", tmp_path)
     tracker.start()
+    tracker.store_init_configuration({"lr": 0.2, "of": "an earlier run"})
     tracker.store_init_configuration({"lr": 0.1, "shape": (2, 3), "path": Path("a")})
     for step, record in enumerate(RECORDS):
         tracker.log(record, step=step)

@@ -14,6 +14,7 @@ from torch import nn
 
 from halfstep import EvalPrediction, Trainer, TrainingArguments
 from halfstep.errors import DataError
+from halfstep.trainer.evaluation import MeanLoss
 
 
 class Classifier(nn.Module):
@@ -188,3 +189,12 @@ def test_an_evaluation_before_any_training_writes_no_files(tmp_path: Path) -> No
     made.evaluate()
     assert not (tmp_path / "run").exists()
     assert len(made.state.log_history) == 1
+
+
+def test_a_batch_without_labels_to_predict_has_no_loss_and_any_other_nan_shows() -> None:
+    losses = MeanLoss()
+    for loss, items in ((2.0, 3), (float("nan"), 0), (5.0, 1)):
+        losses.add(torch.tensor(loss), items)
+    assert losses.mean() == (2.0 * 3 + 5.0) / 4
+    losses.add(torch.tensor(float("nan")), 2)
+    assert str(losses.mean()) == "nan"
