@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,8 +18,8 @@ from halfstep.diagnostics.boundaries import OUTSIDE, Boundary, Recorder
 from halfstep.diagnostics.comparison import Comparison, Damage, Divergence, judged
 from halfstep.diagnostics.exact import Cast
 from halfstep.diagnostics.lockstep import Gap, Step, Twin, apart, buffers_of, interesting, noise_of, twin_of
-from halfstep.diagnostics.sides import Loss, MakesOptimizer, Manner, Runner, copied, default_optimizer, manner, widened
-from halfstep.diagnostics.under import device_of
+from halfstep.diagnostics.sides import Asked, Loss, Manner, Runner, copied, default_optimizer, manner, widened
+from halfstep.diagnostics.under import device_of, refuse_fp64
 from halfstep.errors import ConfigError
 from halfstep.policy import Policy
 from halfstep.tracing.findings import number as shown
@@ -36,7 +36,7 @@ def compare(
     reference: str | Policy | None = None,
     steps: int = 20,
     seeds: int = 3,
-    optimizer: MakesOptimizer | None = None,
+    optimizer: Asked | None = None,
     loss: Loss = None,
     tolerance: float = 5.0,
     compile: bool = False,
@@ -51,7 +51,7 @@ def compare(
         compile=True the precision itself.
     seeds: runs of each side. The first takes the batches in their order and is looked at step by step, the others shuffle them; all count for the
         final loss, the mean over the batches after the last step.
-    optimizer: f(parameters), default AdamW at 1e-3. loss: f(outputs) or f(outputs, batch), default: what the model gives.
+    optimizer: f(parameters), a name or a class, default AdamW at 1e-3. loss: f(outputs) or f(outputs, batch), default: what the model gives.
     tolerance: how many times the error that the format explains still counts as alike.
     compile: the tested side runs under torch.compile; only inputs, outputs and gradients of the whole model are then looked at.
     as_written: casts to 16 bits in the model's own code are part of an fp32 reference too. By default they are not done there, and reported.
@@ -62,9 +62,10 @@ def compare(
 
     Time: about six times that of the steps of one seed, and the other seeds. Memory: four models, and the tensors at the boundaries twice. The model
     given, its gradients, and random states are afterwards what they were. Raises ConfigError for arguments that cannot be used (a model that cannot
-    be copied, batches that are none, no loss), PolicyError for a precision that cannot work, and whatever the model raises.
+    be copied, batches that are none, no loss, weights in fp64) and for a reference
+    without a finite loss, PolicyError for a precision that cannot work, and whatever the model raises.
     """
-    chosen = _Chosen(optimizer or default_optimizer, loss, steps, _batches(batches, steps), as_written)
+    chosen = _Chosen(optimizer if optimizer is not None else default_optimizer, loss, steps, _batches(batches, steps), as_written)
     _check(model, steps, seeds, tolerance)
     with _random_states():
         ledger = _Ledger(tolerance)
@@ -76,9 +77,12 @@ def compare(
             tested = manner(precision, device, compile)
             theirs = manner(precision if compile and reference is None else reference if reference is not None else "fp32", device)
             _check_reference(theirs, tested)
+            refuse_fp64(base, tested.policy)
             found.append(_train(base, tested, theirs, seed, chosen, ledger if seed == 0 else None))
     final = judged([a for a, _ in found], [b for _, b in found], 2 * tested.half_step * abs(found[0][0]) if math.isfinite(found[0][0]) else 0.0)
     divergences = ledger.all(steps, final.verdict)
+    if not divergences:
+        _check_found(ledger, final.reference, theirs, steps)
     return Comparison(
         str(tested),
         str(theirs),
@@ -96,7 +100,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Chosen:
-    optimizer: MakesOptimizer
+    optimizer: Asked
     loss: Loss
     steps: int
     batches: list[Any]
@@ -107,7 +111,7 @@ def _check(model: Any, steps: int, seeds: int, tolerance: float) -> None:
     if not isinstance(model, nn.Module) and not callable(model):
         raise ConfigError(f"compare was given a {type(model).__name__} in the place of the model", "Pass an nn.Module, or a factory f(seed).")
     for name, count in (("steps", steps), ("seeds", seeds)):
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"{name}={count!r}", "Use a whole number of 1 or more.")
     if not tolerance > 0:
         raise ConfigError(f"tolerance={tolerance!r}", "Use a number above 0: how many times the expected error still counts as alike.")
@@ -119,6 +123,22 @@ def _check_reference(how: Manner, tested: Manner) -> None:
         raise ConfigError(f"reference={how} does not keep weights and activations in full", "Use fp32, tf32 or a *-mixed precision; swap the two.")
     if str(how) == str(tested) and not how.exact:
         raise ConfigError(f"{tested} was to be compared with itself", "Name another reference, or compile=True.")
+
+
+def _check_found(ledger: _Ledger, ends: Sequence[float], reference: Manner, steps: int) -> None:
+    """Refuse to call a run like a reference that was none."""
+    bad = next((f"at step {step}" for step, (loss, _) in enumerate(ledger.losses) if not math.isfinite(loss)), "")
+    bad = bad or next((f"after the last step of seed {seed}" for seed, loss in enumerate(ends) if not math.isfinite(loss)), "")
+    if bad:
+        raise ConfigError(
+            f"{bad} the loss is not finite under {reference} either, so there is nothing to compare with",
+            "halfstep.trace(model, batch) names the cause; where the first steps are sound, lower the learning rate.",
+        )
+    if len(ledger.without) == steps:
+        raise ConfigError(
+            f"no step was applied under {reference} ({ledger.without[0]}), so there is nothing to compare with",
+            "halfstep.trace(model, batch) says why.",
+        )
 
 
 def _batches(batches: Any, steps: int) -> list[Any]:
@@ -152,7 +172,7 @@ def _train(base: nn.Module, tested: Manner, theirs: Manner, seed: int, chosen: _
     """Both runs of one seed; their final losses (reference, tested). ledger: where the steps are looked at, None: they are not."""
     parts = not tested.compiled
     twin = twin_of(base, theirs, chosen.loss, parts, chosen.as_written) if ledger is not None else None
-    reference = Runner(widened(copied(base)), theirs, chosen.loss, chosen.optimizer)
+    reference = Runner(widened(copied(base)), theirs, chosen.loss, chosen.optimizer, wide=True)
     run = Runner(base, tested, chosen.loss, chosen.optimizer)
     begun = run.weights()
     order = list(range(len(chosen.batches)))
@@ -168,7 +188,7 @@ def _train(base: nn.Module, tested: Manner, theirs: Manner, seed: int, chosen: _
             _look(ledger, step, batch, state, reference, run, twin)
     if ledger is not None:
         ledger.moved = _moved(begun, reference.weights(), run.weights())
-        ledger.refused = run.refused
+        ledger.refused, ledger.without = run.refused, reference.refused
     state = 1_000_003 * (seed + 1) - len(chosen.batches)
     return reference.mean_loss(chosen.batches, state), run.mean_loss(chosen.batches, state)
 
@@ -206,6 +226,7 @@ class _Ledger:
     kinds: dict[str, str] = field(default_factory=dict)
     losses: list[tuple[float, float]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)  # why steps of the reference were refused
     moved: float | None = None
     _found: dict[tuple[str, str, str], Divergence] = field(default_factory=dict)
     _worst: dict[tuple[str, str], Gap] = field(default_factory=dict)

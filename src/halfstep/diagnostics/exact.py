@@ -1,4 +1,4 @@
-"""A reference in fp32 that is fp32: casts to 16 bits that stand in a model's own code are noted, and not done."""
+"""A reference in fp32 that is fp32: casts to 16 or 8 bits that stand in a model's own code are noted, and not done."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from halfstep.tracing.places import user_line
 
 _LOW = frozenset(every_form(LOW))
 _NAMED = {"torch.HalfTensor": torch.float16, "torch.BFloat16Tensor": torch.bfloat16}  # as x.type("torch.HalfTensor") spells them
+_NARROW = frozenset((*HALF, *(d for name in vars(torch) if name.startswith("float8_") and isinstance(d := getattr(torch, name), torch.dtype))))
 _METHODS = {Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast to 16 bits in a model's code that changed numbers: module and type, source line, format, and the largest relative change of a number.
+    """A cast to 16 or 8 bits in a model's code that changed numbers: module and type, source line, format, and the largest relative change.
 
     direction: of the pass it was met in. at: how many boundaries of modules had been passed before it.
     """
@@ -40,7 +41,7 @@ class Cast:
 
 
 class Exact(TorchFunctionMode):
-    """Inside this block functions of torch that are asked for 16 bits give fp32, and blocks of autocast in the model's code have no effect.
+    """Inside this block functions of torch that are asked for 16 or 8 bits give fp32, and blocks of autocast in the model's code have no effect.
 
     where: gives path and type of the module whose code runs (given True: that has opened the block of autocast), the direction, and the number of
     boundaries passed. Casts that lose nothing (masks of 0
@@ -84,9 +85,9 @@ class Exact(TorchFunctionMode):
 
 
 def _half(value: Any) -> torch.dtype | None:
-    """The 16-bit format that an argument asks for."""
+    """The format of 16 or 8 bits that an argument asks for."""
     if isinstance(value, torch.dtype):
-        return value if value in HALF else None
+        return value if value in _NARROW else None
     return _NAMED.get(value) if isinstance(value, str) else None
 
 

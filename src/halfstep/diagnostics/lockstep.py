@@ -92,7 +92,7 @@ class Twin:
             if self.how.exact and not self.as_written:
                 stack.enter_context(exact)
             with replay:
-                loss = losses_of(self.model, batch, self.loss)
+                loss = losses_of(self.model, batch, self.loss, wide=True)
             stack.enter_context(backward_context(self.how.policy, self.device, products_of(self.model)))
             loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad.detach() for name, p in self.model.named_parameters() if p.grad is not None}

@@ -13,22 +13,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from halfstep.amp import GradScaler, backward_context, bind, bound_policy, products_of
+from halfstep.amp import GradScaler, backward_context, bind, bound_policy, products_of, upcast
 from halfstep.amp.compiling import CompiledCall
 from halfstep.checkpoint import seed_everything
 from halfstep.diagnostics.simulate import simulate
+from halfstep.diagnostics.stepping import optimizer_for
 from halfstep.diagnostics.trace import _takes_two, loss_in
 from halfstep.diagnostics.under import device_of
 from halfstep.errors import ConfigError
 from halfstep.hardware import probe
 from halfstep.numerics import FORMATS, Format, format_named
-from halfstep.optim import AdamW, full_values, with_masters
+from halfstep.optim import AdamW, full_values
 from halfstep.policy import Policy, from_flags, resolve
 from halfstep.tracing.findings import HALF
 
 SIMULATED = "simulate:"
 Loss = Callable[..., Tensor] | None
-MakesOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+Asked = Callable[..., Optimizer] | Optimizer | str  # as an optimizer is asked for
 COARSE = {"full": 0.0, "int8": 2.0**-6, "fp8": 2.0**-4}  # of gradients, by how activations are kept for the backward pass
 
 
@@ -94,9 +95,11 @@ def widened(model: nn.Module) -> nn.Module:
     return model
 
 
-def losses_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
-    """The loss of one batch, given as to `halfstep.trace`. The model gets tensors of its own. Raises ConfigError where there is none."""
-    own = tree_map_only(Tensor, Tensor.clone, batch)
+def losses_of(model: nn.Module, batch: Any, loss: Loss, wide: bool = False) -> Tensor:
+    """The loss of one batch, given as to `halfstep.trace`. The model gets tensors of its own. wide: 16-bit ones of the batch
+    as fp32, for a model that was widened. Raises ConfigError where there is none.
+    """
+    own = tree_map_only(Tensor, Tensor.clone, upcast(batch) if wide else batch)
     outputs = _outputs(model, own)
     if loss is None:
         found = loss_in(outputs)
@@ -121,16 +124,21 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 class Runner:
-    """A model under its manner, and steps of it. Of the last step stay the scale and the unscaled gradients; refused: why steps were not applied."""
+    """A model under its manner, and steps of it. wide: it was widened, and takes batches in fp32.
 
-    def __init__(self, model: nn.Module, how: Manner, loss: Loss, optimizer: MakesOptimizer) -> None:
-        self.model, self.how, self.loss = model, how, loss
+    Of the last step stay the scale and the unscaled gradients; refused: why steps were not applied.
+    """
+
+    def __init__(self, model: nn.Module, how: Manner, loss: Loss, optimizer: Asked, wide: bool = False) -> None:
+        self.model, self.how, self.loss, self.wide = model, how, loss, wide
         self.device = device_of(model)
         bind(model, how.policy, self.device)
         if how.compiled:
             model._compiled_call_impl = CompiledCall(model)
         self._simulation = simulate(model, how.form) if how.simulated else None
-        self.optimizer = with_masters(optimizer(p for p in model.parameters() if p.requires_grad), how.policy)
+        self.optimizer = optimizer_for(optimizer, model.parameters(), how.policy)
+        if isinstance(self.optimizer, torch.optim.LBFGS) or isinstance(getattr(self.optimizer, "optimizer", None), torch.optim.LBFGS):
+            raise ConfigError("LBFGS computes the loss several times a step, and steps are compared one by one", "Use another optimizer.")
         self.scaler = GradScaler.from_policy(how.policy.scale)
         self.scaler.run_backward_inside(self._backward)
         self.refused: list[str] = []
@@ -145,7 +153,7 @@ class Runner:
         seed_everything(seed)
         self.optimizer.zero_grad(set_to_none=True)
         with around if around is not None else nullcontext():
-            loss = losses_of(self.model, batch, self.loss)
+            loss = losses_of(self.model, batch, self.loss, self.wide)
         scaled = self.scaler.scale(loss)
         with self._backward():
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -164,7 +172,7 @@ class Runner:
         found = []
         for number, batch in enumerate(batches):
             seed_everything(seed + number)
-            found.append(float(losses_of(self.model, batch, self.loss)))
+            found.append(float(losses_of(self.model, batch, self.loss, self.wide)))
         return sum(found) / len(found)
 
     def weights(self) -> dict[str, Tensor]:

@@ -22,6 +22,16 @@ def device_of(model: nn.Module) -> torch.device:
     return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
+def refuse_fp64(model: nn.Module, policy: Policy) -> None:
+    """Raise ConfigError where a 16-bit policy would do nothing: autocast leaves weights in fp64, and their products, as they are."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if policy.autocast != "fp32" and kinds == {torch.float64}:
+        raise ConfigError(
+            f"the weights of this {type(model).__name__} are in fp64, which {policy} leaves as they are: nothing would run in 16 bits",
+            "Pass model.float(), or a copy of it, and batches in fp32.",
+        )
+
+
 @contextmanager
 def under(model: nn.Module, precision: str | Policy | None) -> Iterator[Policy | None]:
     """The block in which `model` runs under `precision`, or as it is when that is None. Gives the policy that holds inside, None for none.

@@ -226,6 +226,61 @@ def test_it_is_plain_values_for_a_machine():
     assert plain["first"]["error"] == "inf"
 
 
+def small(dtype=torch.float32, rows=4):
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).to(dtype)
+    return net, [torch.randn(rows, 8).to(dtype)]
+
+
+def squared(outputs):
+    return outputs.square().mean()
+
+
+def nan_weights():
+    net, batches = small()
+    net[0].weight.data[0, 0] = math.nan
+    return compare(net, batches, "bf16-mixed", steps=1, seeds=1, loss=squared)
+
+
+def run_small(precision="bf16-mixed", dtype=torch.float32, factor=1.0, **settings):
+    net, batches = small(dtype)
+    return compare(net, [batch * factor for batch in batches], precision, **{"steps": 1, "seeds": 1, "loss": squared} | settings)
+
+
+def frozen():
+    net, batches = small()
+    return compare(net.requires_grad_(False), batches, steps=1, seeds=1, loss=squared)
+
+
+def bent(outputs):
+    return (outputs - outputs.detach()).abs().sum().sqrt()  # a finite loss whose gradients are NaN
+
+
+def test_a_model_and_batches_in_bf16_are_compared_in_fp32():
+    for precision in ("bf16-mixed", "bf16-true"):
+        found = run_small(precision, torch.bfloat16)
+        assert found.alike, found
+        assert found.moved == pytest.approx(1, abs=0.1)
+
+
+def test_a_cast_to_8_bits_is_named():
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.two(self.one(x).to(torch.float8_e4m3fn).float()).square().mean()
+
+    found = compare(Narrow(), small()[1], "bf16-mixed", steps=1, seeds=1)
+    assert (found.first.fault, found.first.named) == ("cast", "the model (Narrow)")
+    assert "fp8" in found.first.what
+
+
+@pytest.mark.parametrize("asked", ["AdamW", torch.optim.SGD])
+def test_an_optimizer_may_be_a_name_or_a_class(asked):
+    assert run_small(optimizer=asked).alike
+
+
 class Stubborn(nn.Linear):
     def __deepcopy__(self, memo):
         raise TypeError("not of this one")
@@ -252,6 +307,16 @@ REFUSED = {
     "auto": (lambda: compare(Net(), texts(1), "auto"), "auto"),
     "a factory": (lambda: compare(lambda seed: None, texts(1)), "nn.Module"),
     "a format": (lambda: compare(Net(), texts(1), "simulate:int4"), "int4"),
+    "nothing finite": (lambda: run_small(factor=math.nan), "at step 0 the loss is not finite under fp32 either"),
+    "weights that are NaN": (nan_weights, "not finite under fp32 either"),
+    "a loss that is lost": (lambda: run_small(steps=3, seeds=2, optimizer=lambda p: torch.optim.SGD(p, lr=1e30)), "^at step [12] the loss is not"),
+    "nothing applied": (lambda: run_small(loss=bent), "no step was applied under fp32"),
+    "fp64": (lambda: run_small(dtype=torch.float64), "in fp64, which bf16-mixed leaves"),
+    "an unknown name": (lambda: run_small(optimizer="AdamV"), "AdamW"),
+    "no optimizer": (lambda: run_small(optimizer=lambda p: None), "NoneType"),
+    "LBFGS": (lambda: run_small(optimizer=torch.optim.LBFGS), "LBFGS"),
+    "frozen": (frozen, "no parameter that is trained"),
+    "True steps": (lambda: run_small(steps=True), "steps=True"),
     "compiled simulation": (lambda: compare(Net(), texts(1), "simulate:e4m3", compile=True), "cannot be compiled"),
 }
 
