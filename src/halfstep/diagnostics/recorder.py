@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from halfstep.amp.recording import record_gradients, scale_of
 from halfstep.diagnostics.explanations import WHY, Alarms, of_step
-from halfstep.diagnostics.reading import ENVIRONMENT, EVENTS, LAYERS, MEMORY
+from halfstep.diagnostics.own_loops import TorchSteps, checked_step, source_of
+from halfstep.diagnostics.reading import ENVIRONMENT, EVENTS, LAYERS, MEMORY, METRICS
 from halfstep.diagnostics.records import LayerSample, MemoryLedger, RunEvent
 from halfstep.diagnostics.spreads import SpreadSampler, read, weights_of
 from halfstep.diagnostics.surroundings import bytes_of, environment_of, inner, now, peak
@@ -50,8 +51,9 @@ class Recorder(NoRecorder):
         recorder.step(accelerator.last_step)
         optimizer.zero_grad()
 
-    model: the model that is called. source: the Accelerator or the GradScaler of the loop, which measures gradients as they are scaled; None: a loop
-    of torch's own, whose gradients are measured as they are when `step` is called.
+    model: the model that is called. source: the Accelerator or the GradScaler of the loop, which measures gradients as they are scaled; torch's
+    GradScaler, whose scale is read in each step to tell which were skipped; None: a loop without. The gradients of torch's own loops are measured as
+    they are when `step` is called.
     every: in the first step and in each N-th gradients, outputs and weights of each layer are sampled (0: never). log_every: steps between lines of
     metrics.jsonl (0: none; write your own). optimizer: one, or several, for memory.json. go_on: the folder holds records to go on from; put the
     recorder into checkpoints too (`accelerator.register_for_checkpointing`), and it drops what a resumed run gives up. batch: how large one is, as
@@ -76,10 +78,11 @@ class Recorder(NoRecorder):
         predicted: Mapping[str, int] | None = None,
         trackers: Iterable[Any] | Callable[[], Iterable[Any]] = (),
     ) -> None:
-        if every < 0 or log_every < 0:
-            raise ConfigError(f"every={every} and log_every={log_every}", "Use 0 for never, or a number of steps.")
+        if not all(type(n) is int and n >= 0 for n in (every, log_every)):
+            raise ConfigError(f"every={every!r} and log_every={log_every!r}", "Use 0 for never, or a number of steps.")
         self.writes = bool(getattr(source, "is_main_process", True))
-        self._scaler: Any = getattr(source, "scaler", source)
+        self._scaler, torchs = source_of(source)
+        self._torch = TorchSteps(torchs)
         self._writer, self._log_every = RunWriter(folder, every), log_every
         self._model, self._optimizers = model, list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._trackers = trackers if callable(trackers) else lambda: trackers
@@ -99,7 +102,8 @@ class Recorder(NoRecorder):
             self._begin(folder, source, go_on)
 
     def _begin(self, folder: str | Path, source: Any, go_on: bool) -> None:
-        there = [name for name in (EVENTS, LAYERS) if (Path(folder) / name).exists()]
+        files = (EVENTS, LAYERS, METRICS) if self._log_every else (EVENTS, LAYERS)
+        there = [name for name in files if (Path(folder) / name).exists()]
         if there and not go_on:
             raise ConfigError(f"{folder} already has {' and '.join(there)}", "Name another folder; go_on=True adds to what is there.")
         self._writer.go_on()
@@ -141,9 +145,11 @@ class Recorder(NoRecorder):
     def step(self, result: Any = None, *, loss: Tensor | float | None = None, scale: float | None = None) -> None:
         """A step was taken.
 
-        result: its StepResult, from a halfstep scaler or accelerator. Without one (torch's own loop): loss, and scale, that of torch's scaler after
-        its update(): a fall of it tells that the step was skipped.
+        result: its StepResult, from a halfstep scaler or accelerator. Without one (torch's own loop): loss, and with torch's scaler this call after
+        its update(): a fall of the scale tells that the step was skipped. scale: the one after it, where the scaler is not the recorder's source;
+        of the first step it is then not known whether it was skipped, which an event says.
         """
+        checked_step(result, loss)
         if self._ended:
             return
         self._tell()
@@ -154,11 +160,14 @@ class Recorder(NoRecorder):
                 return
             number = self._number_of(result) if known else taken[0].step if taken else None
             spreads = tuple(("gradients", s) for s in taken)
-            loss = result.loss_tensor
+            loss = result.loss_tensor if loss is None else loss
         else:
             known, number = True, self._counts["applied"] + 1
-            fell = scale is not None and self._scale is not None and scale < self._scale
-            result = StepResult(not fell, "overflow" if fell else "applied", scale=self._scale or scale or 1.0, next_scale=scale or 1.0)
+            if scale is not None and self._torch.scale is None:
+                self._write(self._torch.unknown(number))
+            result, scale = self._torch.take(scale)
+            for event in self._torch.lost_loss(loss, result, number):
+                self._write(event)
             spreads = (("gradients", own),) if self.due(number) and (own := self._own_gradients(number)) is not None else ()
         if known and not result:
             spreads = ()
@@ -246,6 +255,9 @@ class Recorder(NoRecorder):
             return
         total, count = self._losses
         record: dict[str, Any] = {"step": number, "loss": float(total) / count} if total is not None else {"step": number}
+        if self._scaler is None and total is not None and total.device.type != "cpu":
+            for event in self._torch.begins(record["loss"], f"a loss of the {count} steps up to step {number} is not finite", number):
+                self._write(event)
         record |= {"grad_norm": result.grad_norm, "scale": result.next_scale} | self._counts | self._shown
         self._losses = (None, 0)
         self._writer.metrics({k: v for k, v in record.items() if v is not None})
@@ -289,6 +301,7 @@ class Recorder(NoRecorder):
         total, count = self._losses
         losses = [None if total is None else float(total), count]
         about = {"scale": self._scale, "losses": losses, "shown": dict(self._shown), "alarms": self._alarms.state_dict()}
+        about |= {"torch": [self._torch.scale, self._torch.lost]}
         return {"events": self._writer.events, "counts": dict(self._counts)} | about
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -297,6 +310,7 @@ class Recorder(NoRecorder):
         total, count = state["losses"]
         self._losses = (None if total is None else torch.tensor(total, dtype=torch.float64), count)
         self._alarms.load_state_dict(state["alarms"])
+        self._torch.scale, self._torch.lost = state.get("torch", [self._scale, False])
         if self.writes:
             self._writer.go_on(state["events"], self._counts["applied"])
             self._sampler.every = self._writer.every * self._writer.stride or 1
