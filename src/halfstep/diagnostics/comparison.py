@@ -11,7 +11,9 @@ from typing import Any, Literal
 from halfstep.tracing.findings import number
 
 Fault = Literal["cast", "nonfinite", "error", "path", "update", "loss"]
+Verdict = Literal["not told apart", "higher", "lower", "nonfinite", "not judged"]
 TOLD_APART = 3.0  # standard errors
+GROSS = 0.5  # of the reference's loss: more than that is higher where seeds have no spread to judge by
 SHOWN = 5
 
 
@@ -98,7 +100,7 @@ class LossVerdict:
     difference: float
     errors: float | None
     resolution: float
-    verdict: Literal["not told apart", "higher", "lower", "nonfinite", "not judged"]
+    verdict: Verdict
 
     def __str__(self) -> str:
         means = f"final loss {number(_mean(self.tested))} against {number(_mean(self.reference))}"
@@ -106,7 +108,9 @@ class LossVerdict:
             return f"{means}: {sum(not math.isfinite(x) for x in self.tested)} of {len(self.tested)} seeds end without a finite loss"
         seeds = f"{len(self.tested)} seed{'s' if len(self.tested) > 1 else ''}"
         if self.errors is None:
-            return f"{means}, {seeds}: {self.verdict}" + (", there is no spread to judge by" if self.verdict == "not judged" else "")
+            most = _mean(self.reference)
+            part = f"{self.difference / abs(most):+.1%}" if most else number(self.difference)
+            return f"{means}, {seeds}: {self.verdict}" + (f" ({part}), without a spread to judge by" if self.verdict != "not told apart" else "")
         spread = number(self.spread if self.spread is not None else 0.0)
         fine = ", less than the format resolves" if self.verdict == "not told apart" and abs(self.errors) > TOLD_APART else ""
         return f"{means}: {self.verdict} ({self.errors:+.1f} standard errors{fine}; {seeds} spread by {spread})"
@@ -115,18 +119,21 @@ class LossVerdict:
 def judged(reference: Sequence[float], tested: Sequence[float], resolution: float) -> LossVerdict:
     """Whether final losses of runs from the same seeds can be told apart: by more than 3 standard errors of the difference of their means (the seeds
     taken as independent, so that what any other seed could have done is no difference), and by more than `resolution`, what the format shows of a
-    loss.
+    loss. Where there is no spread (one seed, or seeds that end alike to the last bit), only what is half as much again or more is higher or lower.
     """
     theirs, own = tuple(reference), tuple(tested)
     difference = _mean(own) - _mean(theirs)
     if not all(map(math.isfinite, own)) and all(map(math.isfinite, theirs)):
         return LossVerdict(theirs, own, None, difference, None, resolution, "nonfinite")
+    plain: Verdict = "not told apart" if abs(difference) <= resolution else "not judged"
+    if abs(difference) > max(GROSS * abs(_mean(theirs)), resolution) and math.isfinite(difference):
+        plain = "higher" if difference > 0 else "lower"
     if len(own) < 2 or not math.isfinite(difference):
-        return LossVerdict(theirs, own, None, difference, None, resolution, "not told apart" if difference == 0 else "not judged")
+        return LossVerdict(theirs, own, None, difference, None, resolution, plain)
     spread = statistics.stdev(theirs)
     error = math.sqrt((statistics.variance(theirs) + statistics.variance(own)) / len(own))
     if error == 0:
-        return LossVerdict(theirs, own, spread, difference, None, resolution, "not told apart" if difference == 0 else "not judged")
+        return LossVerdict(theirs, own, spread, difference, None, resolution, plain)
     errors = difference / error
     apart = abs(errors) > TOLD_APART and abs(difference) > resolution
     return LossVerdict(
@@ -179,7 +186,8 @@ class Comparison:
     def __str__(self) -> str:
         about = f"{self.tested} against {self.reference}, {self.steps} steps"
         if self.first is None:
-            lines = [f"alike: {about}; {self.final}"]
+            unjudged = ", final loss not judged" if self.final.verdict == "not judged" else ""
+            lines = [f"alike{unjudged}: {about}; {self.final}"]
         else:
             lines = [f"diverged: {self.first}", f"{about}; {self.final}"]
             rest = self.divergences[1 : 1 + SHOWN]

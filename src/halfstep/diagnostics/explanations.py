@@ -22,8 +22,9 @@ WHY = {
     "fp32 (fp32=MODULE in the precision, or heal='pin'), or use bf16, which has fp32's range.",
     "nonfinite-loss": "The loss itself was inf or NaN, so its gradients mean nothing and the step was refused. Look at the batch (inputs and labels "
     "that are not finite, empty targets) and at logarithms, divisions and roots in the model; halfstep.trace(model, batch) names the op.",
-    "unguarded": "The loss itself was inf or NaN, and this loop has nothing that refuses such a step: weights may be NaN from here on. Look at "
-    "the batch, and at logarithms, divisions and roots in the model; halfstep.trace(model, batch) names the op, and halfstep's scaler refuses the step.",
+    "unguarded": "The loss itself was inf or NaN, and this loop has nothing that refuses such a step: weights may be NaN from here on. "
+    "Look at the batch, and at logarithms, divisions and roots in the model; halfstep.trace(model, batch) names the op. "
+    "halfstep's scaler refuses such a step.",
     "untold": "A scale that falls tells that a step was skipped, and the first one has none to fall from. Give the recorder the scaler: "
     "source=scaler.",
     "partly": "Gradients are released one by one: those that were found bad kept their parameters as they were, others had been updated before. "

@@ -12,8 +12,8 @@ from torch import nn
 import halfstep
 from halfstep.amp import bind
 from halfstep.diagnostics.boundaries import Replay
-from halfstep.diagnostics.compare import compare
-from halfstep.diagnostics.comparison import judged
+from halfstep.diagnostics.compare import _Ledger, compare
+from halfstep.diagnostics.comparison import Comparison, judged
 from halfstep.errors import ConfigError, PolicyError
 from halfstep.policy import PRESETS, parse
 
@@ -50,7 +50,8 @@ def test_its_healthy_twin_is_alike_in_every_precision(precision):
         return
     found = compare(Net(), texts(), precision, steps=2, seeds=1)
     assert found.alike, found
-    assert str(found).startswith(f"alike: {precision} against fp32, 2 steps")
+    assert str(found).startswith("alike")
+    assert f": {precision} against fp32, 2 steps" in str(found)
     assert all(d.times <= 2.5 for d in found.damage)  # half of what is tolerated
 
 
@@ -208,7 +209,11 @@ def test_a_factory_gives_weights_by_seed_and_losses_are_judged_by_their_spread()
         ((1.0, 1.1, 0.9), (1.0, math.nan, 0.9), "nonfinite"),
         ((1.0,), (1.1,), "not judged"),
         ((1.0,), (1.0,), "not told apart"),
-        ((1.0, 1.0), (1.5, 1.5), "not judged"),
+        ((1.0, 1.1, 0.9), (1.1, 1.2, 1.0), "not told apart"),  # more than the format resolves, less than 3 standard errors
+        ((1.0, 1.0), (1.4, 1.4), "not judged"),
+        ((1.0, 1.0), (3.2, 3.2), "higher"),
+        ((1.0,), (3.2,), "higher"),
+        ((-1.0,), (-3.2,), "lower"),
         ((math.nan, 1.0), (math.nan, 1.0), "not judged"),
     ],
 )
@@ -216,6 +221,15 @@ def test_final_losses_are_judged_against_the_noise_of_seeds(reference, tested, v
     found = judged(reference, tested, 0.02)
     assert found.verdict == verdict
     assert verdict in str(found) or verdict == "nonfinite"
+
+
+@pytest.mark.parametrize(("tested", "first", "alike"), [(1.4, "alike, final loss not judged: a against b", True), (3.2, "diverged: the loss", False)])
+def test_a_loss_that_seeds_do_not_judge_is_not_called_alike_in_silence(tested, first, alike):
+    final = judged([1.0], [tested], 0.02)
+    ledger = _Ledger(5.0)
+    found = Comparison("a", "b", 3, 5.0, ledger.all(3, final.verdict), (), (), final, 1.0, 0)
+    assert str(found).startswith(first)
+    assert (found.alike, found.status) == (alike, 0 if alike else 1)
 
 
 def test_it_is_plain_values_for_a_machine():
