@@ -97,6 +97,7 @@ class Values:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._hook.remove()
+        hooks._global_forward_hooks_with_kwargs.pop(self._hook.id, None)  # which torch forgets, and its compiler then warns of hooks
 
     def _look(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         known = self.names.get(id(module))

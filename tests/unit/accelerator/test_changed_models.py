@@ -159,7 +159,7 @@ def test_a_second_optimizer_of_other_parameters_is_no_orphan() -> None:
 def test_memory_at_the_address_of_memory_that_is_gone_is_another() -> None:
     """malloc gives out the block that was freed last, so a weight that was cast there and back may lie where it lay."""
     again = 0
-    for size in (16, 64, 256, 1024, 4096) * 40:
+    for size in (16, 64, 256, 1024, 4096, 8192, 65536) * 40:
         p = nn.Parameter(torch.randn(size))
         place, address = Memory(p), p.data_ptr()
         assert place.holds(p)

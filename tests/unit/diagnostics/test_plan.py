@@ -170,6 +170,7 @@ def test_the_model_is_what_it_was_to_the_bit(precision: str, dtype: torch.dtype)
     before, others = snapshot(model), (random.getstate(), np.random.get_state()[1].tolist())
     found = halfstep.plan(model, ids, precision=[precision], rounds=1)
     assert snapshot(model) == before
+    assert not nn.modules.module._has_any_global_hook(), "torch.compile warns where there are any"
     assert (random.getstate(), np.random.get_state()[1].tolist()) == others
     assert found.precision == precision
     assert found.tried[-1].gradient_error is not None
