@@ -84,6 +84,11 @@ class History:
         return max([*told[-1:], len([m for m in self.refused if m["reason"] != "partly"]), len(self.events_of("skipped"))])
 
     @cached_property
+    def counted(self) -> bool:
+        """Whether the records tell of steps that were not applied, if there were any."""
+        return bool(self.records.events) or any(key in m for m in self.records.metrics for key in ("skipped", "applied", "reason"))
+
+    @cached_property
     def replayed(self) -> int:
         """How many steps were run again."""
         told: list[int] = [m["replayed"] for m in self.records.metrics if type(m.get("replayed")) is int]

@@ -19,7 +19,7 @@ MARKS = 2000  # rows of values that are not finite drawn one by one; above it th
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Values [n] at steps [n], in the order in which they were written; NaN and inf stand as such."""
+    """Values [n] at steps [n], in the order of the steps; NaN and inf stand as such."""
 
     name: str
     steps: Floats
@@ -54,7 +54,7 @@ class Mark:
 
 
 def columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
-    """Every number of some records as a series by its key. A record without a step gets the number of its line."""
+    """Every number of some records as a series by its key, by step. A record without a step gets the number of its line."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     for i, record in enumerate(records):
         step = record.get("step", i)
@@ -70,7 +70,15 @@ def columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
                 found[key] = ([], [])
             found[key][0].append(step)
             found[key][1].append(value)
-    return {key: Series(key, np.asarray(steps, float), _floats(values)) for key, (steps, values) in found.items()}
+    return {key: _in_order(Series(key, np.asarray(steps, float), _floats(values))) for key, (steps, values) in found.items()}
+
+
+def _in_order(series: Series) -> Series:
+    """By step; lines of a run that went on from an earlier one may stand in another order."""
+    if not np.any(np.diff(series.steps) < 0):
+        return series
+    order = np.argsort(series.steps, kind="stable")
+    return Series(series.name, series.steps[order], series.values[order])
 
 
 def _floats(values: list[float]) -> Floats:

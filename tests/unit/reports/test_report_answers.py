@@ -1,13 +1,16 @@
 """The first screen of planted runs: the state of each answer, its words, and what to do."""
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 from made_run import write_run
 
 from halfstep.diagnostics.reading import read_run
+from halfstep.diagnostics.records import RunRecords
 from halfstep.reports.answers import answers
-from halfstep.reports.history import named
+from halfstep.reports.history import History, named
 
 REFUSED = {"reason": "overflow", "culprits": ["head.weight (backward: inf)"], "replays": 0, "loss": 2.0, "grad_norm": math.inf, "scale": 32768.0}
 LATE = {"step": 200, "kind": "diverged", "text": "50 steps in a row could not be applied.", "why": "Lower the learning rate."}
@@ -87,3 +90,39 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert [run.name for run in named(runs)] == ["a/run", "b/run"]
     assert [run.name for run in named(runs[:1])] == ["run"]
     assert [run.name for run in named([runs[0], runs[0]])] == ["run", "run"]
+
+
+def lines(*losses, keys=("skipped",), steps=None):
+    return tuple({"step": step, "loss": loss} | dict.fromkeys(keys, 0) for step, loss in zip(steps or range(1, 1 + len(losses)), losses, strict=True))
+
+
+# lines of metrics.jsonl, the state of "did it train?", and words of its answer
+SHORT = {
+    "one": (lines(2.0), "unknown", "one record"),
+    "two that fell": (lines(2.0, 1.0), "unknown", "2 records of the loss show no trend"),
+    "noise": (lines(2.03, 1.97, 2.1, 1.95, 2.0, 2.12), "unknown", "6 records of the loss show no trend"),
+    "noise whose ends fell": (lines(2.2, 1.97, 2.1, 1.95, 2.0, 2.12, 1.8), "unknown", "7 records"),
+    "falling": (lines(2.0, 1.5, 1.2, 1.1, 1.05, 1.0), "good", "the loss fell"),
+    "rising": (lines(1.0, 1.1, 1.3, 1.2, 1.5, 2.0, 2.2), "bad", "the loss rose"),
+    "flat": (lines(2.0, 2.001, 2.0, 2.001), "bad", "flat"),
+    "in another order": (lines(1.0, 2.0, 1.8, 1.6, 1.4, 1.2, steps=[6, 1, 2, 3, 4, 5]), "good", "the loss fell from 2 to 1"),
+}
+
+
+@pytest.mark.parametrize(("metrics", "state", "words"), SHORT.values(), ids=SHORT)
+def test_few_records_get_a_verdict_only_where_it_is_no_noise(metrics, state, words):
+    found = answers(History("run", RunRecords(Path("run"), metrics=metrics)))
+    assert (found.items[0].state, words in found.items[0].answer) == (state, True), found.items[0]
+    assert ("Nothing" in found.todo[0]) == (state == "good")
+
+
+def test_noise_rarely_gets_a_verdict():
+    made = np.random.default_rng(0)
+    told = [History("run", RunRecords(Path("run"), metrics=lines(*made.normal(2, 0.1, n)))) for n in (6, 10, 20, 40) for _ in range(50)]
+    assert sum("flat" not in a and "Not known" not in a for a in (answers(run).items[0].answer for run in told)) <= 4
+
+
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_records_that_count_no_steps_do_not_say_that_none_was_lost(loss):
+    found = answers(History("run", RunRecords(Path("run"), metrics=lines(*[loss] * 5, keys=()))))
+    assert (found.items[1].state, found.items[1].answer) == ("unknown", "Not known.")
