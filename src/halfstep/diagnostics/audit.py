@@ -18,7 +18,7 @@ from halfstep.diagnostics.audit_steps import Steps, without_policy
 from halfstep.diagnostics.audit_times import Turns, cost_of_emulation, cost_of_modes, ratio
 from halfstep.diagnostics.audit_translate import families, in_fp32, under_policy
 from halfstep.diagnostics.audit_why import explained, rows_of
-from halfstep.diagnostics.under import device_of, under
+from halfstep.diagnostics.under import device_of, refuse_fp64, refuse_lazy, under
 from halfstep.errors import ConfigError
 from halfstep.hardware import emulated_families, measured_rates, probe
 from halfstep.policy import Policy, from_flags, parse, resolve, select
@@ -57,6 +57,7 @@ def audit(
     Raises ConfigError for arguments that contradict each other and for a model that is bound to another precision.
     """
     _check(model, batch, call, loss, rounds)
+    refuse_lazy(model)
     if bound_policy(model) is None:
         model = getattr(model, "_orig_mod", model)
     return _Look(model, batch, call, loss, device_of(model), rounds).at(precision)
@@ -97,6 +98,8 @@ class _Look:
         if bound is not None and asked is not None and asked != bound:
             raise ConfigError(f"the model is bound to {bound}, and precision={str(asked)!r} was asked for", "Leave precision= out, or pass a copy.")
         policy = bound or asked
+        if policy is not None:
+            refuse_fp64(self.model, policy)
         ours = self._steps(lambda: under(self.model, precision), policy is not None and (policy.is_lean or policy.whole))
         ops = ours.observed()
         theirs = self._baseline(bound, asked)

@@ -21,7 +21,7 @@ from halfstep.diagnostics.casts import casts_in
 from halfstep.diagnostics.memory_plan import MemoryPlan
 from halfstep.diagnostics.stepping import optimizer_for
 from halfstep.diagnostics.trace import loss_of
-from halfstep.diagnostics.twin import mapped
+from halfstep.diagnostics.twin import mapped, uncopied
 from halfstep.diagnostics.walking import Step, Walked
 from halfstep.errors import ConfigError
 from halfstep.optim import HALF, master_of
@@ -61,7 +61,10 @@ class _Run:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.model = copy.deepcopy(step.model)
+        try:
+            self.model = copy.deepcopy(step.model)
+        except Exception as error:
+            raise uncopied(step.model, error) from error
         for p in self.model.parameters():
             p.grad = None
         if not self.model.training:

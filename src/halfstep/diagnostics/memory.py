@@ -50,11 +50,10 @@ def memory(
     Raises ConfigError for a model that decides by numbers what to do, with the remedy, and for arguments that cannot be; PolicyError for a precision
     that cannot work.
     """
-    if accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate} micro-batches make no step", "Use 1 or more.")
     if measured:
         return measure(model, batch, precision=precision, optimizer=optimizer, loss=loss, accumulate=accumulate, released=released)
     made = model_of(model)
+    _check(made, accumulate)
     device = _device(made)
     step = Step(made, batch, _policy(made, precision, device), device, loss, optimizer, accumulate, released)
     plan = _planned(step)
@@ -79,8 +78,16 @@ def measure(
     from halfstep.diagnostics.measuring import run
 
     made = model_of(model, filled=True)
+    _check(made, accumulate)
     device = _device(made)
     return run(Step(made, batch, _policy(made, precision, device), device, loss, optimizer, accumulate, released))
+
+
+def _check(model: nn.Module, accumulate: Any) -> None:
+    if type(accumulate) is not int or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r} micro-batches make no step", "Use a whole number of 1 or more.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("the model has no parameter that is trained", "Set requires_grad=True on those to train.")
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -20,7 +20,7 @@ from halfstep.diagnostics.plan_runs import Outcome, Task, gradient_errors, passe
 from halfstep.diagnostics.plan_text import share
 from halfstep.diagnostics.plan_values import Values
 from halfstep.diagnostics.planned import Held, Off, Plan, Tried, policy_of
-from halfstep.diagnostics.under import device_of
+from halfstep.diagnostics.under import device_of, refuse_lazy
 from halfstep.errors import ConfigError, HalfstepError, suggest
 from halfstep.hardware import measured_rates, probe
 from halfstep.policy import Policy, parse, resolve, select
@@ -103,6 +103,7 @@ def _checked(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"plan was given a {type(model).__name__} in the place of the model", "Pass the nn.Module first, then the batches.")
     found: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+    refuse_lazy(found)
     already = bound_policy(found)
     if already is not None:
         raise ConfigError(

@@ -83,6 +83,8 @@ def passes(task: Task, policy: Policy | None, values: Values, start: float | Non
             if loss is not None and loss.requires_grad:
                 _back(task, policy, spec, loss, found, start, first=number == 0)
             del outputs, loss
+    if 0 < len(found.losses) < len(task.batches):
+        found.notes.append(f"{len(task.batches) - len(found.losses)} of {len(task.batches)} batches gave no loss, and no gradients")
     found.notes = list(dict.fromkeys(found.notes))
     found.bytes |= {"activations": saved.total} if saved.total else {}
     found.bytes |= _held_bytes(task.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,8 @@ from halfstep.amp.compiling import CompiledCall
 from halfstep.checkpoint import seed_everything
 from halfstep.diagnostics.simulate import simulate
 from halfstep.diagnostics.stepping import optimizer_for
-from halfstep.diagnostics.trace import _takes_two, loss_in
-from halfstep.diagnostics.under import device_of
+from halfstep.diagnostics.trace import _takes_two, called, loss_in
+from halfstep.diagnostics.under import device_of, refuse_lazy
 from halfstep.errors import ConfigError
 from halfstep.hardware import probe
 from halfstep.numerics import FORMATS, Format, format_named
@@ -78,6 +78,7 @@ def copied(model: nn.Module) -> nn.Module:
             f"the model is bound to {bound_policy(model)}, and each side needs one that is not",
             "Pass it as it is before bind or prepare, or a factory.",
         )
+    refuse_lazy(model)
     try:
         return copy.deepcopy(model)
     except Exception as error:
@@ -100,7 +101,7 @@ def losses_of(model: nn.Module, batch: Any, loss: Loss, wide: bool = False) -> T
     as fp32, for a model that was widened. Raises ConfigError where there is none.
     """
     own = tree_map_only(Tensor, Tensor.clone, upcast(batch) if wide else batch)
-    outputs = _outputs(model, own)
+    outputs = called(model, own)
     if loss is None:
         found = loss_in(outputs)
         if found is None:
@@ -110,12 +111,6 @@ def losses_of(model: nn.Module, batch: Any, loss: Loss, wide: bool = False) -> T
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ConfigError("loss= gave no single number", "Let it return the mean or the sum.")
     return found
-
-
-def _outputs(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:

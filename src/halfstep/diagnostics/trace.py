@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -224,10 +224,33 @@ def loss_in(outputs: Any) -> Tensor | None:
 
 
 def called(model: nn.Module, batch: Any) -> Any:
-    """What a model gives for a batch: a mapping goes to model(**batch), a tuple or list to model(*batch), anything else to model(batch)."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    """What a model gives for a batch: a mapping goes to model(**batch), a tuple or list to model(*batch), anything else to model(batch).
+
+    Raises ConfigError where its forward does not take that.
+    """
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {}) if isinstance(batch, tuple | list) else ((batch,), {})
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        wrong = _misfit(model, args, kwargs)
+        if not wrong:
+            raise
+        raise ConfigError(
+            f"the batch, a {type(batch).__name__} of {len(kwargs or args)}, does not fit {type(model).__name__}.forward: {wrong}",
+            "Give each batch as the model takes it: (x,), or a mapping by the names of its arguments. Labels that only the loss needs: pass "
+            "a module whose forward takes both and gives the loss.",
+        ) from error
+
+
+def _misfit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why the arguments do not fit a model's forward; "" where they do, or it does not tell what it takes."""
+    try:
+        inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        return ""
+    return ""
 
 
 def loss_of(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> Tensor:

@@ -69,10 +69,15 @@ def twin_of(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> nn.
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        raise ConfigError(
-            f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error})",
-            "Let its parts be copied (copy.deepcopy): locks, open files and iterators cannot.",
-        ) from error
+        raise uncopied(model, error) from error
+
+
+def uncopied(model: nn.Module, error: Exception) -> ConfigError:
+    """That a model cannot be copied, with the remedy."""
+    return ConfigError(
+        f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error})",
+        "Let its parts be copied (copy.deepcopy): locks, open files and iterators cannot, nor activations that it keeps; detach() those.",
+    )
 
 
 def shape_of(t: Tensor, device: torch.device, fake: FakeTensorMode) -> Tensor:

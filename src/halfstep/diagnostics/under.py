@@ -22,6 +22,13 @@ def device_of(model: nn.Module) -> torch.device:
     return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise ConfigError for a model whose weights are not made before its first forward pass."""
+    name = next((name for name, p in model.named_parameters() if torch.nn.parameter.is_lazy(p)), None)
+    if name is not None:
+        raise ConfigError(f"{name} is not made yet: a lazy module takes its shape from its first batch", "Run one forward pass first: model(batch).")
+
+
 def refuse_fp64(model: nn.Module, policy: Policy) -> None:
     """Raise ConfigError where a 16-bit policy would do nothing: autocast leaves weights in fp64, and their products, as they are."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}

@@ -202,7 +202,12 @@ def _count_states(model: nn.Module, optimizer: Optimizer, step: Step, ledger: Le
     held = [p for p in model.parameters() if p.requires_grad]
     if states_known(optimizer):
         per_group = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        total = sum(model_bytes(sizes_of([p], step.policy), step.policy, optimizer, group=per_group.get(id(p), {})).states for p in held)
+        times = {
+            id(p): 2 if p.dtype == torch.float64 and step.policy.states == "fp32" else 1 for p in held
+        }  # torch's states are of the weight's kind
+        total = sum(
+            times[id(p)] * model_bytes(sizes_of([p], step.policy), step.policy, optimizer, group=per_group.get(id(p), {})).states for p in held
+        )
     if not takes_nothing(optimizer) or not states_known(optimizer):
         for p in held:
             p.grad = torch.empty_like(p, dtype=p.grad_dtype or p.dtype)
