@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
         "with curves, layers, memory, events and settings. Several runs are compared.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or a metrics.jsonl")
-    parser.add_argument("--format", choices=FORMATS, default="html", help="html needs the packages of 'halfstep[report]' (default: html)")
+    parser.add_argument("--format", choices=FORMATS, help="html needs the packages of 'halfstep[report]' (default: by --output's name, else html)")
     parser.add_argument("--output", help="the file (default: report.html or report.md in the first run's folder; markdown with '-': the terminal)")
     options = parser.parse_args(argv)
     if options.format == "terminal" or options.output == "-":
@@ -33,8 +33,10 @@ def _print(options: argparse.Namespace) -> None:
     from halfstep.reports.markdown import markdown
     from halfstep.reports.terminal import show
 
-    if options.format == "html" or (options.format == "terminal" and options.output):
-        raise ConfigError(f"--format {options.format} does not go with --output {options.output}", "Leave --output out, or take --format markdown.")
+    if options.format in (None, "html") or (options.format == "terminal" and options.output):
+        raise ConfigError(
+            f"--format {options.format or 'html'} does not go with --output {options.output}", "Leave --output out, or take --format markdown."
+        )
     made = document([read_run(run) for run in options.runs])
     if options.format == "markdown":
         print(markdown(made), end="")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from halfstep.checkpoint import replace as write_whole
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, suggest
 from halfstep.policy import Policy, parse
 
 VERSION = 1
@@ -196,6 +196,10 @@ class Plan:
             raise ConfigError(
                 f"{where} is a plan of version {found.get('plan')!r}, and this halfstep reads {VERSION}", "Make it anew: halfstep plan."
             )
+        known = ("plan", "fp32", *(f.name for f in fields(cls) if f.name != "held"))
+        for key in found:
+            if key not in known:
+                raise ConfigError(f"{where} has {key}, which a plan has not", suggest(str(key), known))
         try:
             made = cls(
                 precision=found["precision"],

@@ -172,14 +172,21 @@ def test_the_command_writes_and_prints(run, other, capsys):
     [
         (lambda at: halfstep.report(), ConfigError, "needs a run"),
         (lambda at: halfstep.report(at, format="pdf"), ConfigError, "html, markdown"),
+        (lambda at: halfstep.report(write_run(at), output=at / "x.pdf"), ConfigError, "no name of a report"),
+        (lambda at: halfstep.report(write_run(at), output=at / "x.html", format="markdown"), ConfigError, "does not go with"),
+        (lambda at: halfstep.report(write_run(at), output=at, format="markdown"), ConfigError, "is a folder"),
         (lambda at: halfstep.report(at / "nothing", format="markdown"), DataError, "no records"),
         (lambda at: halfstep.report(at, format="markdown"), DataError, "no records"),
     ],
-    ids=["no run", "unknown format", "no folder", "empty folder"],
+    ids=["no run", "unknown format", "another name", "two formats", "a folder", "no folder", "empty folder"],
 )
 def test_what_cannot_be_reported_is_refused(tmp_path, call, kind, words):
     with pytest.raises(kind, match=words):
         call(tmp_path)
+
+
+def test_the_name_of_the_output_tells_the_format(run, tmp_path):
+    assert halfstep.report(run, output=tmp_path / "mine.md").read_text().startswith("# run\n")
 
 
 def test_a_terminal_has_no_file(run, capsys):
