@@ -3,6 +3,8 @@
 import importlib.util
 import shutil
 import sys
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def browser():
 @pytest.fixture
 def opened(browser):
     """A function (file, more of the context's options) to its page, when all charts are drawn. Afterwards: no request, no complaint."""
+    with _pages(browser) as open_page:
+        yield open_page
+
+
+@pytest.fixture(scope="session")
+def pages(browser):
+    """What `opened` gives, as a block of its own: to open a page takes seconds, and tests may share one."""
+    return partial(_pages, browser)
+
+
+@contextmanager
+def _pages(browser):
     contexts, requests, said = [], [], []
 
     def open_page(path, wait=True, **options):

@@ -28,8 +28,14 @@ def files(browser, tmp_path_factory):
     return {"one": report(one), "both": report(one, two, output=at / "both.html"), "evil": report(three)}
 
 
-def test_every_chart_is_drawn_and_all_can_be_reached_by_tab_with_the_focus_in_sight(opened, files):
-    page = opened(files["one"])
+@pytest.fixture(scope="module")
+def page(pages, files):
+    """The page of one run, for the tests that leave it as they need not find it: reached by tab, filtered, read by keyboard, in this order."""
+    with pages() as open_page:
+        yield open_page(files["one"])
+
+
+def test_every_chart_is_drawn_and_all_can_be_reached_by_tab_with_the_focus_in_sight(page):
     assert page.locator("html").get_attribute("data-ready") == "yes"
     assert page.locator(".plot").evaluate_all("plots => plots.map(p => p.id)") == [f"plot-{name}" for name in CHARTS]
     for name in ("loss", "scale", "norm", "stalled", "rate"):
@@ -71,8 +77,7 @@ def test_runs_lie_over_each_other_and_can_be_hidden(opened, files):
     assert (page.locator(".events li:visible").count(), page.locator("#shown").inner_text()) == (5, "5 of 7 events")
 
 
-def test_events_are_filtered_by_kind_and_words(opened, files):
-    page = opened(files["one"])
+def test_events_are_filtered_by_kind_and_words(page):
     visible = page.locator(".events li:visible")
     assert (visible.count(), page.locator("#shown").inner_text()) == (5, "5 events")
     page.get_by_label("checkpoint").uncheck()
@@ -86,8 +91,7 @@ def test_events_are_filtered_by_kind_and_words(opened, files):
     assert visible.count() == 5
 
 
-def test_charts_are_read_by_keyboard(opened, files):
-    page = opened(files["one"])
+def test_charts_are_read_by_keyboard(page):
     for key, words in (("ArrowRight", "training loss, step 1: "), ("End", "training loss, step 200: "), ("ArrowDown", "evaluation loss, step 200: ")):
         page.locator("#plot-loss").press(key)
         assert page.locator("#reading-loss").inner_text().startswith(words), key
@@ -108,7 +112,7 @@ def test_charts_are_read_by_keyboard(opened, files):
     assert page.evaluate("document.getElementById('plot-layers').data[0].z[23].slice(-1)[0]") == pytest.approx(math.log10(0.009))
 
 
-@pytest.mark.parametrize("which", ["one", "both", "evil"])
+@pytest.mark.parametrize("which", [pytest.param("one", marks=pytest.mark.slow), "both", "evil"])
 def test_a_phone_is_not_scrolled_sideways(opened, files, which):
     page = opened(files[which], **PHONE)
     wide, screen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")

@@ -11,7 +11,7 @@ from halfstep.cli.main import main
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "flat-or-slow.md"
 SMALL = {"layers": 1, "width": 16, "heads": 1, "block_size": 16, "per_device_train_batch_size": 4, "eval_strategy": "no", "sample_length": 0}
 STEPS = {"--max_steps": "6", "--steps": "3", "--logging_steps": "2"}  # in the place of the guide's
-QUICK = {"plan": ["--rounds", "0", "--batches", "1"], "audit": ["--rounds", "1"]}
+QUICK = {"plan": ["--rounds", "0", "--batches", "1"], "audit": ["--rounds", "1"], "compare": ["--seeds", "1"]}
 SHRINKS = ("train", "compare", "plan", "audit")  # commands that take the options of `halfstep train`
 
 
