@@ -21,8 +21,6 @@ from halfstep.diagnostics.audit_times import clock_for
 from halfstep.errors import ConfigError
 from halfstep.policy import parse
 
-PRECISIONS = ("bf16-mixed", "bf16-lean", "bf16-true")
-
 
 class Noisy(Pictures):
     """What a look could change: running statistics, dropout, a counter in Python, a tensor that is no buffer."""
@@ -41,7 +39,7 @@ def pictures() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, 8, 8), torch.randint(0, 8, (2,))
 
 
-@pytest.mark.parametrize("precision", [*PRECISIONS, None])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-lean", pytest.param("bf16-true", marks=pytest.mark.slow), None])
 def test_everything_is_left_as_it_was(precision: str | None) -> None:
     model, given = Noisy(), pictures()
     given[0].requires_grad_()

@@ -59,7 +59,7 @@ RANGES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "lean")) for name in RANGES])
 def test_modules_beyond_the_range_are_named_before_anything_overflows(name: str) -> None:
     made, precision, expected = RANGES[name]
     found = planned(made(), precision)
@@ -157,7 +157,8 @@ def test_the_scale_is_that_of_the_run() -> None:
         assert accelerator.last_step.scale == found.scale
 
 
-BITS = [("fp16-mixed", torch.float32), ("bf16-lean", torch.float32), ("fp16-lean", torch.bfloat16), ("bf16-true", torch.bfloat16)]
+SLOW = pytest.param("bf16-lean", torch.float32, marks=pytest.mark.slow)
+BITS = [("fp16-mixed", torch.float32), SLOW, ("fp16-lean", torch.bfloat16), ("bf16-true", torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("precision", "dtype"), BITS)
