@@ -119,8 +119,7 @@ def _walk(step: Step, fake: FakeTensorMode, ledger: Ledger) -> Walked:
             forward.append(_pass(model, batch, step, ledger, number))
     backward = ledger.tick()
     if not takes_nothing(optimizer) and not step.released:
-        with torch.no_grad():
-            optimizer.step()
+        _step(optimizer, ledger)
     end = ledger.tick()
     return Walked(ledger.timeline, begin, tuple(forward), backward, end, type(getattr(optimizer, "optimizer", optimizer)).__name__)
 
@@ -211,8 +210,7 @@ def _count_states(model: nn.Module, optimizer: Optimizer, step: Step, ledger: Le
     if not takes_nothing(optimizer) or not states_known(optimizer):
         for p in held:
             p.grad = torch.empty_like(p, dtype=p.grad_dtype or p.dtype)
-        with torch.no_grad():
-            optimizer.step()
+        _step(optimizer, ledger)
         made = state_bytes(optimizer)
         for state in optimizer.state.values():
             for t in state.values() if isinstance(state, dict) else ():
@@ -222,6 +220,14 @@ def _count_states(model: nn.Module, optimizer: Optimizer, step: Step, ledger: Le
         total = total - made if states_known(optimizer) else 0
     if total > 0:
         ledger.timeline.blocks.append(_block(total, ledger, "states"))
+
+
+def _step(optimizer: Optimizer, ledger: Ledger) -> None:
+    """The optimizer's step, by whose name a refusal is told."""
+    ledger.modules.append(f"the step of {type(getattr(optimizer, 'optimizer', optimizer)).__name__}")
+    with torch.no_grad():
+        optimizer.step()
+    ledger.modules.pop()
 
 
 def _block(count: int, ledger: Ledger, kind: str) -> Block:

@@ -83,6 +83,11 @@ def test_memory_refuses_frozen_models_half_batches_and_what_cannot_be_copied() -
         DOORS["memory measured"](keeps, torch.ones(2, 4))
 
 
+def test_an_optimizer_that_decides_by_numbers_is_named_and_not_the_model() -> None:
+    with pytest.raises(ConfigError, match="the step of Adafactor decides by numbers"):
+        halfstep.memory(nn.Linear(4, 4), torch.ones(2, 4), optimizer=torch.optim.Adafactor, loss=squared)
+
+
 def test_a_plan_says_which_batches_gave_no_loss() -> None:
     class Sometimes(nn.Linear):
         def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
