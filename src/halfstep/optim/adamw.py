@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.numerics import AdamWStep
-from halfstep.optim.foreign import count_of, refuse_amsgrad
+from halfstep.optim.foreign import count_of, refuse_amsgrad, refuse_torchs
 from halfstep.optim.onepass import OnePass
 from halfstep.optim.rule import Rule
 from halfstep.policy import Policy
@@ -38,7 +38,8 @@ class AdamWRule(Rule):
 class AdamW(OnePass):
     """Adam with decoupled weight decay, as torch.optim.AdamW, for fp32 weights and for 16-bit weights with masters.
 
-    params: tensors, (name, tensor) pairs or groups, as in torch. lr may be a tensor of one element.
+    params: tensors, (name, tensor) pairs or groups, as in torch. lr may be a tensor of one element. foreach, fused: how torch would go about the
+        step; here it is one pass whatever they say. amsgrad, capturable, differentiable: only False.
     weights: how 16-bit weights keep their fp32 master: "split" (exact, 2 bytes; the default), "split24" (1 byte), "kahan" (2), "stochastic" (0) or
         "plain" (nothing: small updates round away). Without it masters that the model's policy has made are used as they are.
     states: "fp32", "bf16" or "int8" for both moments: 8, 4 or 2.06 bytes per parameter.
@@ -62,13 +63,19 @@ class AdamW(OnePass):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         weights: str | None = None,
         states: str | None = None,
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
+        refuse_torchs("AdamW", amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, weights, states, policy, seed)
 

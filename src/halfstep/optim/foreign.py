@@ -71,6 +71,15 @@ def refuse_amsgrad(groups: Iterable[Mapping[str, Any]], name: str, remedy: str) 
         raise CheckpointError(f"the state is of an AdamW with amsgrad=True, and {name} has no such rule", remedy)
 
 
+def refuse_torchs(name: str, **given: Any) -> None:
+    """Raise ConfigError for a setting of torch's optimizer that the one-pass optimizer of its name does not have and that is switched on."""
+    for key, value in given.items():
+        if value:
+            wrapped = f"Use halfstep.optim.wrap(torch.optim.{name}(..., {key}=True)), which trains masters by torch's own rule."
+            remedy = wrapped if key == "amsgrad" else "Leave it out: a step through masters is neither differentiated nor captured."
+            raise ConfigError(f"halfstep.optim.{name} has no {key}={value!r}", remedy)
+
+
 def refuse_incomplete(saved: Mapping[str, Any], needed: Iterable[str], number: int) -> None:
     """Raise CheckpointError for the saved state of a parameter that has begun and lacks some of what each step needs."""
     missing = [key for key in needed if key not in saved] if saved else []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 from halfstep.numerics import SGDStep
+from halfstep.optim.foreign import refuse_torchs
 from halfstep.optim.onepass import OnePass
 from halfstep.optim.rule import Rule, as_number, out_of_range
 from halfstep.policy import Policy
@@ -64,7 +65,8 @@ class SGD(OnePass):
     """Gradient descent with momentum, as torch.optim.SGD, for fp32 weights and for 16-bit weights with masters.
 
     params: tensors, (name, tensor) pairs or groups, as in torch. lr may be a tensor of one element. momentum, dampening, nesterov: as in torch;
-    the first step's buffer is the gradient. weight_decay: a part of the gradient.
+    the first step's buffer is the gradient. weight_decay: a part of the gradient. foreach, fused: how torch would go about the step; here it is one
+    pass whatever they say. differentiable: only False.
     weights, states, policy, seed: as in `halfstep.optim.AdamW`. The one state, `momentum_buffer`, takes 4 bytes per parameter in fp32, 2 in bf16,
     1.03 in int8; without momentum there is none.
 
@@ -88,11 +90,15 @@ class SGD(OnePass):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         weights: str | None = None,
         states: str | None = None,
         policy: str | Policy | None = None,
         seed: int = 0,
     ) -> None:
+        refuse_torchs("SGD", differentiable=differentiable)
         settings = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
         super().__init__(params, {"lr": lr, **settings}, weights, states, policy, seed)
         moving = any(group["momentum"] for group in self.param_groups)
