@@ -76,7 +76,7 @@ def _class(args: TrainingArguments, model: nn.Module, trainable: list[nn.Paramet
     stored = policy.weights != "fp32" or policy.states != "fp32" or any(p.dtype in HALF for p in trainable)
     plain: dict[str, Callable[..., Optimizer]] = {
         "lion": functools.partial(Lion, seed=args.seed),
-        "sgd": functools.partial(SGD, seed=args.seed) if stored and _takes_all(SGD, args) else torch.optim.SGD,
+        "sgd": functools.partial(SGD, seed=args.seed) if stored and not _for_torchs(args) else torch.optim.SGD,
         "rmsprop": torch.optim.RMSprop,
         "adagrad": torch.optim.Adagrad,
         "adamw_torch": functools.partial(torch.optim.AdamW, fused=False),
@@ -124,9 +124,9 @@ def _construct(kind: Callable[..., Optimizer], groups: list[dict[str, Any]], arg
         raise ConfigError(f"optim={args.optim!r} refuses lr={args.learning_rate} and optim_args={extra}: {error}", "Change optim_args.") from error
 
 
-def _takes_all(kind: Callable[..., Any], args: TrainingArguments) -> bool:
-    """Whether a constructor takes all of `optim_args`: torch's SGD has some that ours has not (foreach, fused)."""
-    return all(_accepts(kind, name) for name in args.optim_args or {})
+def _for_torchs(args: TrainingArguments) -> bool:
+    """Whether `optim_args` say how torch's own optimizer is to go about its step, which ours takes and does not follow."""
+    return any(name in ("foreach", "fused", "differentiable") for name in args.optim_args or {})
 
 
 def _parameters(kind: Callable[..., Any]) -> list[str]:

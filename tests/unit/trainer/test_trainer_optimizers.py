@@ -59,7 +59,7 @@ def test_halfsteps_adamw_may_be_named(precision: str) -> None:
         ("bf16-mixed", torch.bfloat16, "momentum=0.9", halfstep.optim.SGD),
         ("fp16-lean", torch.float32, None, halfstep.optim.SGD),
         ("bf16-mixed,states=int8", torch.float32, "momentum=0.9,nesterov=true", halfstep.optim.SGD),
-        ("bf16-lean", torch.float32, "momentum=0.9,foreach=true", torch.optim.SGD),  # to be wrapped: ours has no such argument
+        ("bf16-lean", torch.float32, "momentum=0.9,foreach=true", torch.optim.SGD),  # to be wrapped: ours does not follow it
     ],
 )
 def test_sgd_is_ours_for_16_bit_weights_and_other_states(precision: str, loaded: torch.dtype, optim_args: str | None, kind: type) -> None:
