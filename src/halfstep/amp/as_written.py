@@ -18,7 +18,7 @@ class AsWritten:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a model that is collected in here may end a block of its own
         self._inside = 0
         self._stance: Any = None
 

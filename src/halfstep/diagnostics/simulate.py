@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -111,7 +112,9 @@ class Simulation:
         self._within = threading.local()
         self._mode = _Rounding(self)
         self._hooks: list[Any] = []
-        as_written.__enter__()
+        as_written.__enter__()  # for the whole process, so it must end with the model of a handle that is forgotten too
+        self._end = weakref.finalize(model, as_written.__exit__)
+        self._end.atexit = False
         for part in model.modules():
             if id(part) in names:
                 self._hooks.append(part.register_forward_pre_hook(self._enter, prepend=True))
@@ -119,8 +122,7 @@ class Simulation:
 
     def remove(self) -> None:
         """Let the model run in its own format again. What was seen stays."""
-        if self._hooks:
-            as_written.__exit__()
+        self._end()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

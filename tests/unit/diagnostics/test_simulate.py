@@ -1,5 +1,7 @@
 """A model as if in another format: the numbers of the real one, every place that is rounded, and no trace afterwards."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 
 import halfstep
 from halfstep.amp import bind
+from halfstep.amp.as_written import as_written
 from halfstep.diagnostics.simulate import Rounded, simulate
 from halfstep.errors import ConfigError
 from halfstep.numerics import FORMATS, Format, nearest, ulp
@@ -225,6 +228,21 @@ def test_what_cannot_be_simulated_is_refused_with_a_remedy(case):
     with pytest.raises(ConfigError) as refused:
         REFUSED[case]()
     assert refused.value.remedy
+    assert as_written._inside <= 1
+    del refused
+    gc.collect()
+    assert not as_written._inside, "the handle of a model that is gone leaves nothing behind"
+
+
+def test_a_handle_that_is_forgotten_ends_with_its_model():
+    """A compiled model runs as written under it, and torch keeps that for the whole process."""
+    model = net()
+    handle = simulate(model, "e4m3")
+    assert as_written._inside == 1
+    del model
+    handle = None
+    gc.collect()
+    assert (handle, as_written._inside) == (None, 0)
 
 
 @pytest.mark.parametrize(("fmt", "fits", "over"), [("e4m3", 463.0, 465.0), ("e5m2", 61439.0, 61440.0), ("fp16", 65519.0, 65520.0)])
