@@ -86,14 +86,21 @@ def choose(tried: Sequence[Tried], advice: Advice, memory_bytes: int, target: Ta
         return Decision(least, (f"it takes the least memory, {bytes_text(_takes(least))}", *gains(least, fp32)))
     chosen, why = _by_speed(usable, advice, fp32)
     if _takes(chosen) > SHARE * memory_bytes:
-        smaller = [t for t in usable if _takes(t) < _takes(chosen)]
-        fits = [t for t in smaller if _takes(t) <= SHARE * memory_bytes] or smaller
-        same = [t for t in fits if parse(t.precision).autocast == parse(chosen.precision).autocast] or fits
-        if same:
-            needed, chosen = _takes(chosen), max(same, key=_takes)
-            takes, whole = bytes_text(_takes(chosen)), bytes_text(memory_bytes)
-            why = f"weights, gradients and states would take {bytes_text(needed)} of {whole}, and this takes {takes}"
+        chosen, why = _in_less(chosen, why, usable, memory_bytes)
     return Decision(chosen, (why, *gains(chosen, fp32)))
+
+
+def _in_less(chosen: Tried, why: str, usable: Sequence[Tried], memory_bytes: int) -> tuple[Tried, str]:
+    """What leaves room for activations where `chosen` does not, in its format if there is one; where nothing does the least, and says so."""
+    smaller = [t for t in usable if _takes(t) < _takes(chosen)]
+    fits = [t for t in smaller if _takes(t) <= SHARE * memory_bytes]
+    some = [t for t in fits or smaller if _form(t) == _form(chosen)] or fits or smaller
+    needed, whole = bytes_text(_takes(chosen)), bytes_text(memory_bytes)
+    if not some:
+        return chosen, f"{why}. Weights, gradients and states take {needed} of {whole}, and nothing that was tried takes less"
+    taken = max(some, key=_takes) if fits else min(some, key=_takes)
+    least = "" if fits else ", the least of what was tried and still too much"
+    return taken, f"weights, gradients and states would take {needed} of {whole}, and this takes {bytes_text(_takes(taken))}{least}"
 
 
 def _by_speed(usable: Sequence[Tried], advice: Advice, fp32: Tried | None) -> tuple[Tried, str]:

@@ -102,7 +102,16 @@ CHOICES: dict[str, tuple[str, list[Tried], int, Any, str, str]] = {
         "by measured times",
     ),
     "it would not fit": ("A100", ALL, 150, "speed", "bf16-lean", "would take 100 B of 150 B"),
-    "nothing fits": ("A100", ALL, 60, "speed", "bf16-lean", "would take"),
+    "nothing fits": ("A100", ALL, 60, "speed", "bf16-lean", "would take 100 B of 60 B, and this takes 50 B, the least of what was tried and still"),
+    "nothing fits, and of two the least": (
+        "A100",
+        [*ALL[:2], tried("bf16-lean", takes=50), tried("bf16-lean,weights=split24", takes=40)],
+        60,
+        "speed",
+        "bf16-lean,weights=split24",
+        "this takes 40 B",
+    ),
+    "nothing takes less": ("A100", ALL[:3], 60, "speed", "bf16-mixed", "take 100 B of 60 B, and nothing that was tried takes less"),
     "least memory": ("A100", ALL, GIB, "memory", "bf16-lean", "least memory"),
     "the format cannot be used": (
         "A100",
