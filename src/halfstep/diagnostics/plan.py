@@ -78,7 +78,7 @@ def plan(
         held=chosen.held,
         scale=chosen.scale,
         reasons=decision.reasons,
-        notes=tuple(dict.fromkeys((*chosen.unheld, *reference.notes, *_notes(reference)))),
+        notes=tuple(dict.fromkeys((*chosen.unheld, *reference.notes, *_notes(reference, tried)))),
         tried=tuple(tried),
         ranges=values.ranges,
         growth=GROWTH,
@@ -141,6 +141,10 @@ def _reference(task: Task) -> tuple[Reach, Values, Outcome]:
     if outcome.losses and not all(map(math.isfinite, outcome.losses)):
         where = f"; the first module whose outputs are not finite is {bad[0]}" if bad else ""
         raise ConfigError(f"the loss is not finite in fp32 either{where}", "halfstep.trace(model, batch) names the cause.")
+    if not outcome.finite:
+        raise ConfigError("gradients are not finite in fp32 either", "halfstep.trace(model, batch) names the cause.")
+    if not outcome.losses and "" in values.outputs and values.outputs[""].span.nonfinite:
+        outcome.notes.append(f"outputs are not finite in fp32 either, first those of {bad[0]}: such values were not compared")
     return reach, values, outcome
 
 
@@ -162,7 +166,7 @@ def _try(task: Task, policy: Policy, reach: Reach, values: Values, reference: Ou
         held, unheld = find_held(task, policy, reach)
         asked = _asked(task.model, policy)
         held, outcome, seen = _run(task, policy, held, values, scale_for(values.largest_gradient, policy.scale))
-    except (RuntimeError, HalfstepError, TypeError, ValueError) as error:  # of the user's code under this precision, or a refusal
+    except (RuntimeError, HalfstepError, TypeError, ValueError, AssertionError) as error:  # of the user's code under this precision, or a refusal
         return Tried(name, problem=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     by_module, total = gradient_errors(outcome.gradients, reference.gradients)
     final = policy_of(policy, held, None)
@@ -266,10 +270,12 @@ def _decide(tried: Sequence[Tried], advice: Advice, memory: int, target: Target,
     return Decision(only, (f"it was asked for; the device's format is {advice}", *gains(only, fp32)))
 
 
-def _notes(reference: Outcome) -> list[str]:
+def _notes(reference: Outcome, tried: Sequence[Tried]) -> list[str]:
     """What could not be looked at."""
     if reference.backward:
-        return []
+        unknown = ", ".join(t.precision for t in tried if t.usable and "peak" not in t.predicted)
+        why = "halfstep.memory(model, batch, ...) says why; the memory told is that of weights, gradients and states"
+        return [f"what a step takes at its peak could not be predicted for {unknown}: {why}"] if unknown else []
     if reference.losses:
         return ["the loss has no graph (all weights are frozen): gradients, loss scale and backward passes were not looked at"]
     return ["there is no loss (pass loss=): forward passes alone were looked at, and the loss scale is left to the run"]

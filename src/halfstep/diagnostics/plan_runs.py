@@ -103,7 +103,7 @@ def _back(task: Task, policy: Policy | None, spec: LossScale, loss: Tensor, foun
         gradients(loss, [*weights.values()], scale or 1.0)
     found.backward = True
     made = {name: p.grad for name, p in weights.items() if p.grad is not None}
-    found.finite &= all(bool(torch.isfinite(g.sum(dtype=torch.float32) if g.layout == torch.strided else g._values().sum())) for g in made.values())
+    found.finite &= all(bool((g if g.layout == torch.strided else g._values()).isfinite().all()) for g in made.values())
     if first:
         dense = {name: g for name, g in made.items() if g.layout == torch.strided}
         found.gradients = {name: sample(g) / (scale or 1.0) for name, g in dense.items()}

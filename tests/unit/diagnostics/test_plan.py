@@ -259,18 +259,35 @@ def test_models_that_no_plan_can_be_made_for_are_refused() -> None:
     bad.embed.weight.data[0, 0] = float("nan")
     with pytest.raises(ConfigError, match=r"not finite in fp32 either; the first module .* embed"):
         planned(bad)
+    rooted = nn.Sequential(nn.Linear(8, 8), Apply(lambda x: (x * 0).square().sqrt()))  # a loss of 0, and 0 / 0 on the way back
+    with pytest.raises(ConfigError, match="gradients are not finite in fp32 either"):
+        planned(rooted, ["fp32", "bf16-mixed"], [torch.randn(4, 8)], loss=lambda outputs: outputs.sum())
 
 
-def test_a_precision_that_breaks_is_told_and_the_others_stay() -> None:
+def test_outputs_that_are_not_finite_without_a_loss_are_told() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert not any("not finite" in note for note in planned(model, data=[torch.randn(4, 8)]).notes)
+    model[0].weight.data[0, 0] = float("nan")
+    assert any("not finite in fp32 either, first those of 0:" in note for note in planned(model, data=[torch.randn(4, 8)]).notes)
+
+
+def test_a_peak_that_cannot_be_predicted_is_told() -> None:
+    decides = net(Apply(lambda x: x * 2 if float(x.sum()) > 0 else x))
+    (note,) = [note for note in planned(decides).notes if "could not be predicted" in note]
+    assert "for fp32, fp16-mixed: halfstep.memory" in note
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+def test_a_precision_that_breaks_is_told_and_the_others_stay(kind: type[Exception]) -> None:
     class Half(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.dtype == torch.float16:
-                raise RuntimeError("expected bf16")
+                raise kind("expected bf16")
             return x.float()
 
     model = net(nn.Linear(16, 16), Half())
     found = planned(model, ["fp16-mixed", "bf16-mixed"])
     assert found.precision == "bf16-mixed"
-    assert "RuntimeError: expected bf16" in found.candidate("fp16-mixed").problem
+    assert f"{kind.__name__}: expected bf16" in found.candidate("fp16-mixed").problem
     with pytest.raises(ConfigError, match="expected bf16"):
         planned(model, "fp16-mixed")
