@@ -60,7 +60,7 @@ def _alone(t: Tensor) -> bool:
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The block in which a step is walked through. To be entered inside `fake`.
 
-    timeline: the blocks that ops have made. modules: the path of the module that is running, innermost last.
+    timeline: the blocks that ops have made. modules: the path of the module that is running, innermost last. place: the module of the last op.
     """
 
     supports_higher_order_operators = True
@@ -73,6 +73,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake, self.timeline, self.modules = fake, Timeline(), list[str]()
+        self.place = ""
         self._now = 0
         self._of: dict[int, tuple[Any, Block]] = {}  # by memory: what tells of its end, and its block
         self._remembered: list[Block] = []
@@ -128,6 +129,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.place = self.modules[-1] if self.modules else ""
         given = list(tensors((args, kwargs)))
         schema = getattr(func, "_schema", None)
         if self._is_known(func, given, args, kwargs):

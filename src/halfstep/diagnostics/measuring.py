@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -110,10 +109,7 @@ class _Run:
         self.scaler.update()
         moment("end", lambda: {"states": _at(_states(self.optimizer))})
         self.optimizer.zero_grad()
-        if not applied:
-            self.refused = True
-
-    refused = False
+        self.refused = not applied
 
     def _remembered(self) -> list[Tensor]:
         """The random states of forward passes that may have to be run again."""
@@ -156,7 +152,7 @@ def _on_cpu(step: Step) -> tuple[Walked, tuple[str, ...]]:
             pass
 
     # memory that is used again: the run's own, and not what other runs of this thread have left
-    with _quiet(), scratch.WalkedThrough(), recycled.WalkedThrough(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with scratch.WalkedThrough(), recycled.WalkedThrough(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         taken = _Run(step)
         for _ in range(taken.warm):
             taken.take(lambda name, note: None)
@@ -216,30 +212,17 @@ def _name(line: Timeline, ticks: dict[str, int], noted: dict[str, Addresses], wi
         block.module = ""
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, warnings of the profiler are not told: it is used as it is meant to be."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _on_gpu(step: Step) -> tuple[Walked, tuple[str, ...]]:
     """By the allocator's own counts: what is there at each moment, and the most that was there."""
     device = step.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     found: dict[str, int] = {}
-    sizes: dict[str, dict[int, int]] = {}
 
     def moment(name: str, note: Any) -> None:
         found[name] = torch.cuda.memory_allocated(device) - before
         if name == "begin":
             torch.cuda.reset_peak_memory_stats(device)
-        if name in ("backward ended", "end") or name.startswith("gradients"):
-            sizes[name] = {kind: len(a) for kind, a in note().items()}
 
     taken = _Run(step)
     for _ in range(taken.warm):
@@ -250,7 +233,7 @@ def _on_gpu(step: Step) -> tuple[Walked, tuple[str, ...]]:
     line = _told(taken, step, found, peak)
     optimizer = type(getattr(taken.optimizer, "optimizer", taken.optimizer)).__name__
     notes = ("casts are among activations, and when the peak was is not known: a GPU's allocator does not say",)
-    return Walked(line, 2, ((2, 3),), 4, 5, optimizer), notes
+    return Walked(line, 2, ((2, 3),), 4, 5, optimizer, phased=False), notes
 
 
 def _told(taken: _Run, step: Step, found: dict[str, int], peak: int) -> Timeline:

@@ -122,6 +122,7 @@ def plan_of(walked: Walked, about: str, measured: bool = False, notes: tuple[str
     peak = line.peak(walked.begin, walked.end)
     forward = any(begin <= peak.at <= end for begin, end in walked.forward)
     phase: Phase = "forward pass" if forward else "backward pass" if peak.at <= walked.backward else "optimizer's step"
+    phase = phase if walked.phased else ""
     ticks = {"gradients": walked.backward, "casts": kept_at, "activations": kept_at}
     found = {kind: line.of_kind(kind, ticks.get(kind, walked.begin)) for kind in KINDS if kind != TEMPORARY}
     modules = tuple(list(line.by_module("activations", kept_at).items())[:LARGEST])

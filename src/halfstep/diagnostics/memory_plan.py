@@ -17,7 +17,7 @@ MEANT = {
     "activations": "what the forward pass keeps for the backward pass",
     "temporary": "all else at the peak: gradients of activations, room to work in",
 }
-Phase = Literal["forward pass", "backward pass", "optimizer's step"]
+Phase = Literal["forward pass", "backward pass", "optimizer's step", ""]
 LARGEST = 5  # modules that are told
 
 
@@ -36,7 +36,8 @@ class MemoryPlan:
 
     weights, residuals, states, buffers: there all the time. gradients: at the end of the backward pass (with gradient release: those that last).
     casts, activations: at the end of the last forward pass. temporary: what is none of these when the peak is reached.
-    peak: the most that is there at once. at_peak: what is there then, by kind; the sum is `peak`. phase: in which part of the step.
+    peak: the most that is there at once. at_peak: what is there then, by kind; the sum is `peak`. phase: in which part of the step; "" where
+    that is not known.
     modules: the modules that keep most for the backward pass, with their bytes. savings: other settings and the peak with each.
     measured: counted in a real step, and not predicted from shapes. about: model, precision, optimizer and batch, for people.
     """
@@ -67,7 +68,8 @@ class MemoryPlan:
         parts = sorted(((k, n) for k, n in self.at_peak.items() if n / size >= 0.005), key=lambda pair: -pair[1])
         shares = ", ".join(f"{kind} {n / size:.2f}" for kind, n in parts)
         verb = "took" if self.measured else "takes"
-        lines = [f"a step {verb} {self.peak / size:.2f} {unit} at its peak, in the {self.phase}: {shares}", self.about, ""]
+        phase = f", in the {self.phase}" if self.phase else ""
+        lines = [f"a step {verb} {self.peak / size:.2f} {unit} at its peak{phase}: {shares}", self.about, ""]
         lines.append(f"{'kind':<12} {unit:>10} {'at the peak':>12}")
         for kind in KINDS:
             mine, then = getattr(self, kind), self.at_peak.get(kind, 0)

@@ -18,10 +18,10 @@ from halfstep.amp.recompute import recompute_blocks
 from halfstep.diagnostics.blocks import TEMPORARY, Block, Timeline, call
 from halfstep.diagnostics.casts import casts_in
 from halfstep.diagnostics.ledger import Ledger
-from halfstep.diagnostics.stepping import optimizer_for, state_bytes, states_known, takes_nothing
+from halfstep.diagnostics.stepping import optimizer_for, sizes_of, state_bytes, states_known, takes_nothing
 from halfstep.diagnostics.trace import loss_of
 from halfstep.diagnostics.twin import MEASURED, batch_of_shapes, modules_told, twin_of
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.hardware import emulated_families
 from halfstep.optim import HALF, RELEASES, master_of
 from halfstep.optim.attached import Heard
@@ -46,7 +46,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Walked:
-    """A step as it went: its blocks, and the ticks at which it began, its last forward pass was done, its backward passes were, and it ended."""
+    """A step as it went: its blocks, and the ticks at which it began, its last forward pass was done, its backward passes were, and it ended.
+
+    phased: the ticks tell in which part of the step the peak was.
+    """
 
     timeline: Timeline
     begin: int
@@ -54,6 +57,7 @@ class Walked:
     backward: int
     end: int
     optimizer: str
+    phased: bool = True
 
 
 class _Frees(Heard):
@@ -82,10 +86,16 @@ def walk_through(step: Step) -> Walked:
         with fake, ledger, scratch.WalkedThrough(), recycled.WalkedThrough(), as_written, torch.enable_grad():
             return _walk(step, fake, ledger)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        place = ledger.modules[-1] if ledger.modules else ""
         raise ConfigError(
-            f"{place or 'the model'} decides by numbers ({error.func}) that are known only when it runs, so what it takes cannot be told before",
+            f"{ledger.place or 'the model'} decides by numbers ({error.func}) that are known only when it runs: what it takes cannot be told before",
             MEASURED,
+        ) from error
+    except RuntimeError as error:
+        if isinstance(error, HalfstepError):
+            raise
+        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ConfigError(
+            f"this {type(step.model).__name__} cannot be walked through on shapes: {said}", f"See that it runs on this batch. {MEASURED}"
         ) from error
 
 
@@ -196,8 +206,6 @@ def _count_buffers(model: nn.Module, ledger: Ledger) -> None:
 
 def _count_states(model: nn.Module, optimizer: Optimizer, step: Step, ledger: Ledger) -> None:
     """The optimizer's states: by halfstep.policy where it knows them, else those that a step of it has made."""
-    from halfstep.diagnostics.stepping import sizes_of
-
     held = [p for p in model.parameters() if p.requires_grad]
     if states_known(optimizer):
         per_group = {id(p): group for group in optimizer.param_groups for p in group["params"]}

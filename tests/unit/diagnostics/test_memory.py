@@ -17,8 +17,9 @@ from halfstep.amp.recompute import recompute_blocks
 from halfstep.demo import GPT, GPTConfig
 from halfstep.diagnostics import MemoryPlan, measure
 from halfstep.diagnostics.blocks import Block, Timeline
-from halfstep.diagnostics.memory import memory
+from halfstep.diagnostics.memory import memory, plan_of
 from halfstep.diagnostics.memory_plan import KINDS
+from halfstep.diagnostics.walking import Walked
 from halfstep.errors import ConfigError
 from halfstep.policy import model_bytes, parse
 
@@ -53,6 +54,17 @@ class Net(nn.Module):
         if self.decides and float(x.sum()) > 0:
             x = x * 2
         return self.last(x).square().mean()
+
+
+class Around(nn.Module):
+    """A module around another."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
 
 
 def net() -> tuple[nn.Module, Any]:
@@ -221,11 +233,40 @@ def test_a_model_that_is_prepared_is_told_as_it_is() -> None:
 
 def test_a_model_that_decides_by_numbers_is_refused_with_the_remedy() -> None:
     x = torch.randn(8, 64)
-    with pytest.raises(ConfigError, match=r"decides by numbers.*measured=True"):
+    with pytest.raises(ConfigError, match=r"the model decides by numbers.*measured=True"):
         memory(Net(decides=True), x)
+    with pytest.raises(ConfigError, match=r"1\.part decides by numbers"):
+        memory(nn.Sequential(nn.ReLU(), Around(Net(decides=True))), x)
     plan = memory(Net(decides=True), x, measured=True)
     assert plan.measured
     assert plan.activations > memory(Net(), x, savings=False).activations
+
+
+def test_what_shapes_cannot_do_is_refused_with_the_remedy() -> None:
+    class Outside(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.from_numpy(x.detach().numpy()))
+
+    x = torch.randn(8, 64)
+    with pytest.raises(ConfigError, match=r"this Outside cannot be walked through on shapes: .*numpy.*measured=True"):
+        memory(Outside(), x)
+    assert memory(Outside(), x, measured=True).peak > 0
+
+
+def test_a_step_that_was_refused_is_told_and_one_after_it_is_not() -> None:
+    model, batch = net()
+    assert memory(model, batch, precision="fp16-mixed", measured=True).notes == ()
+    assert any("refused" in note for note in memory(model, batch * float("inf"), precision="fp16-mixed", measured=True).notes)
+    calls = iter(range(10))
+    once = memory(model, batch, loss=lambda loss: loss * (float("inf") if next(calls) == 0 else 1.0), measured=True)
+    assert once.notes == (), "the first step settles things, and is not what is counted"
+
+
+def test_a_peak_of_an_unknown_moment_names_none() -> None:
+    line = Timeline([Block(2**10, 1, kind="weights")])
+    known = plan_of(Walked(line, 1, ((2, 3),), 4, 5, "AdamW"), "about")
+    assert str(known).startswith("a step takes 1.00 KiB at its peak, in the backward pass: weights")
+    assert str(plan_of(Walked(line, 1, ((2, 3),), 4, 5, "AdamW", phased=False), "about")).startswith("a step takes 1.00 KiB at its peak: weights")
 
 
 def test_a_model_in_evaluation_mode_is_planned_for_training() -> None:
