@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType, TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ def recompute_blocks(model: nn.Module, settings: Mapping[str, Any] | None = None
     the outermost.
 
     settings: arguments of `torch.utils.checkpoint.checkpoint`, use_reentrant=False unless they say otherwise. Losses, gradients, buffers and random
-    states are those without checkpointing, bit for bit: each block begins again with the random state and the buffers that it began with.
+    states are those without checkpointing, bit for bit: each block begins again with the random state and the buffers that it began with (those that
+    its first forward pass in the same training modes changes; under torch.compile torch looks after them).
     Memory: of each block its inputs instead of all its activations. Time: one more forward pass of the blocks in each step.
     Raises ConfigError for a model in which there is nothing to compute again.
     """
@@ -131,7 +133,7 @@ def _wrapped(block: nn.Module, settings: Mapping[str, Any], on: list[bool]) -> C
     forward: Any = block.forward
     from torch.utils.checkpoint import checkpoint
 
-    learnt: dict[int, tuple[str, ...]] = {}  # of each block, the buffers that a forward pass changes
+    learnt = WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], tuple[str, ...]]]()  # the buffers that a forward pass of a block changes
     function, given = getattr(forward, "__func__", forward), forward
     own = getattr(forward, "__self__", None) is block
 
@@ -139,19 +141,33 @@ def _wrapped(block: nn.Module, settings: Mapping[str, Any], on: list[bool]) -> C
         forward = MethodType(function, self) if own else given  # a copy of the block runs its own
         if not on or not self.training or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if settings["use_reentrant"] or "context_fn" in settings or torch.compiler.is_compiling() or next(self.buffers(), None) is None:
+        if torch.compiler.is_compiling() or next(self.buffers(), None) is None:
             return checkpoint(forward, *args, **settings, **kwargs)
-        known = learnt.get(id(self))
+        modes = tuple(part.training for part in self.modules())  # batch norms that are in evaluation now may be in training later
+        known = learnt.setdefault(self, {}).get(modes)
         held = {name: b.detach().clone() for name, b in self.named_buffers() if known is None or name in known}
-        outputs = checkpoint(forward, *args, context_fn=lambda: (nullcontext(), _Again(self, held)), **settings, **kwargs)
+        outputs = checkpoint(_Once(forward, self, held), *args, **settings, **kwargs)
         if known is None:
             now = dict(self.named_buffers())
-            learnt[id(self)] = tuple(name for name, b in held.items() if name not in now or is_shape(b) or not torch.equal(b, now[name]))
-            for name in set(held) - set(learnt[id(self)]):
+            learnt[self][modes] = tuple(name for name, b in held.items() if name not in now or is_shape(b) or not torch.equal(b, now[name]))
+            for name in set(held) - set(learnt[self][modes]):
                 del held[name]
         return outputs
 
     return functools.wraps(function)(run) if function is not given else run
+
+
+class _Once:
+    """The forward pass of a block: the first leaves its buffers as it makes them, any later one begins and ends as `_Again` says."""
+
+    def __init__(self, forward: Callable[..., Any], block: nn.Module, held: dict[str, Tensor]) -> None:
+        self._forward, self._block, self._held = forward, block, held
+        self._done = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Again(self._block, self._held) if self._done else nullcontext():
+            self._done = True
+            return self._forward(*args, **kwargs)
 
 
 class _Again(AbstractContextManager[None]):

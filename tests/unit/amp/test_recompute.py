@@ -1,5 +1,7 @@
 """Gradient checkpointing changes memory and time, and no number."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,24 @@ def test_losses_gradients_buffers_and_random_states_are_those_without(make: obje
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-lean"])
 def test_a_model_may_be_wrapped_before_it_is_bound(precision: str) -> None:
     assert same(trained(stack, precision, None)[0], trained(stack, precision, {"first": True})[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_reentrant": True}, {"context_fn": lambda: (nullcontext(), nullcontext())}], ids=str)
+def test_statistics_move_once_in_a_step_also_of_norms_that_train_later(settings: dict) -> None:
+    def statistics(again: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block())
+        if again:
+            recompute_blocks(model, settings)
+        for training in (False, True, True, False):
+            for block in model:
+                block.norm.train(training)
+            model(torch.randn(4, 16, requires_grad=True)).square().mean().backward()
+        return list(model.buffers())
+
+    plain = statistics(again=False)
+    assert plain[2] == 2
+    assert same(plain, statistics(again=True))
 
 
 def test_blocks_run_twice_in_training_and_once_in_evaluation() -> None:
