@@ -55,6 +55,7 @@ class AdamW(OnePass):
     rule = AdamWRule()
     roles = rule.roles
     needed = ("step", *roles)
+    lacks = ("amsgrad", "capturable", "differentiable")
 
     def __init__(
         self,

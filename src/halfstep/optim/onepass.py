@@ -13,7 +13,7 @@ from halfstep.kernels import kernels_for
 from halfstep.optim.base import MasteredOptimizer, evaluated, refuse_factor
 from halfstep.optim.codec import put
 from halfstep.optim.compiled import Compiled, Work
-from halfstep.optim.foreign import groups_of, refuse_states
+from halfstep.optim.foreign import groups_of, refuse_states, refuse_torchs
 from halfstep.optim.masters import master_of
 from halfstep.optim.rule import Rule, refuse_misspelt
 from halfstep.policy import Policy
@@ -27,6 +27,7 @@ class OnePass(MasteredOptimizer):
     """
 
     rule: ClassVar[Rule]
+    lacks: ClassVar[tuple[str, ...]] = ()  # settings of torch's optimizer of the same name that must be off, in a group too
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], weights: str | None, states: str | None, policy: str | Policy | None, seed: int
@@ -38,6 +39,7 @@ class OnePass(MasteredOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ConfigError for settings that no step can be taken with, and for a key that is nearly a setting's name."""
         if isinstance(param_group, dict):
+            refuse_torchs(self.rule.name, **{key: param_group[key] for key in self.lacks if key in param_group})
             refuse_misspelt(param_group, self.defaults)
             param_group.update(_paired({key: param_group[key] for key in self.defaults if key in param_group}))
             self.rule.check(self.defaults | param_group)

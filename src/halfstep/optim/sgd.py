@@ -79,6 +79,7 @@ class SGD(OnePass):
 
     rule = SGDRule()
     roles = rule.roles
+    lacks = ("differentiable",)
 
     def __init__(
         self,

@@ -34,3 +34,13 @@ def test_a_call_of_torchs_is_taken_as_it_stands(ours: Any, torchs: Any, more: di
 def test_what_they_do_not_have_is_refused_with_what_does(key: str) -> None:
     with pytest.raises(ConfigError, match=f"AdamW has no {key}=True.*{'wrap' if key == 'amsgrad' else 'Leave it out'}"):
         AdamW([nn.Parameter(torch.ones(2))], **{key: True})
+
+
+@pytest.mark.parametrize(("ours", "key"), [(AdamW, "amsgrad"), (AdamW, "capturable"), (AdamW, "differentiable"), (SGD, "differentiable")])
+def test_nor_is_it_read_over_in_a_group(ours: Any, key: str) -> None:
+    optimizer = ours([{"params": [nn.Parameter(torch.ones(2))], key: False}])
+    with pytest.raises(ConfigError, match=f"{ours.__name__} has no {key}=True"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], key: True})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ConfigError, match=f"{ours.__name__} has no {key}=True"):
+        ours([{"params": [nn.Parameter(torch.ones(2))], key: True}])
