@@ -38,11 +38,13 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [scratch.wide_if(usable, place, t) for place, t in zip((LEFT, RIGHT, SUM, GRADIENT), tensors, strict=False)]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Any:
+def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Any:
+    """What torch's flash kernel gives for 16-bit operands that are widened to fp32: the output and the logsumexp, in fp32."""
     return _FLASH(*_wide(q, k, v), 0.0, causal, attn_mask=_as_bias(mask), scale=scale)  # type: ignore[misc]
 
 
-def _flash_gradients(grad: Tensor, saved: Any, causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+def flash_gradients(grad: Tensor, saved: Any, causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+    """The gradients of `flash` by q, k and v, each rounded once. saved: (q, k, v, mask)."""
     q, k, v, mask = saved
     (*wide, above), bias = _wide(q, k, v, grad), _as_bias(mask)
     out, logsumexp = _FLASH(*wide, 0.0, causal, attn_mask=bias, scale=scale)  # type: ignore[misc]
@@ -57,7 +59,7 @@ class _Flash(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
         ctx.save_for_backward(q, k, v, mask)
         ctx.causal, ctx.scale = causal, scale
-        return narrow(exactly(_flash, q, k, v, mask, causal, scale)[0], q.dtype)
+        return narrow(exactly(flash, q, k, v, mask, causal, scale)[0], q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,7 +68,7 @@ class _Flash(torch.autograd.Function):
             call = functools.partial(_by_torchs_formula, causal=ctx.causal, scale=ctx.scale)
             found = unseen(gradients_again, call, given, (*ctx.needs_input_grad[:3], *[False] * (len(given) - 3)), grad)
             return *found[:3], None, None, None
-        return (*unseen(_flash_gradients, grad, ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None)
+        return (*unseen(flash_gradients, grad, ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None)
 
 
 def _by_torchs_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float | None) -> Tensor:

@@ -20,11 +20,13 @@ def _wide(place: int, t: Tensor) -> Tensor:
     return scratch.wide_if(t.is_contiguous() and not torch.is_grad_enabled() and scratch.plain(t), place, t)
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """round(convolution(x, weight) + bias) of 16-bit tensors."""
     return narrow(torch.convolution(_wide(LEFT, x), weight.float(), None if bias is None else bias.float(), *geometry), x.dtype)
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of `convolved` by x, weight and bias, each rounded once; None for one that is not needed."""
     sizes = [weight.shape[1] * geometry[5] if geometry[3] else weight.shape[0]]  # of the bias
     found = torch.ops.aten.convolution_backward(_wide(GRADIENT, grad), _wide(LEFT, x), weight.float(), sizes, *geometry, needs)
     return tuple(narrow(t, x.dtype) if need else None for t, need in zip(found, needs, strict=True))
@@ -37,12 +39,12 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
-        return exactly(_convolved, x, weight, bias, geometry)  # type: ignore[no-any-return]
+        return exactly(convolved, x, weight, bias, geometry)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return (*unseen(_gradients, grad, x, weight, ctx.geometry, ctx.needs_input_grad[:3]), None)
+        return (*unseen(gradients, grad, x, weight, ctx.geometry, ctx.needs_input_grad[:3]), None)
 
 
 def _listed(value: Any, dims: int) -> list[int]:
@@ -81,7 +83,7 @@ def convolution(dims: int, transposed: bool) -> Route:
         x, around = _around(x, w, padding, dilation) if isinstance(padding, str) else (x, _listed(padding, dims))
         geometry = (stride, around, dilation, transposed, extra, groups)
         x = x[None] if single else x
-        y = applied(_Convolution, x, w, b, geometry) if recorded(x, w, b) else exactly(_convolved, x, w, b, geometry)
+        y = applied(_Convolution, x, w, b, geometry) if recorded(x, w, b) else exactly(convolved, x, w, b, geometry)
         return y[0] if single else y
 
     return route

@@ -30,17 +30,17 @@ def _baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: pieces.Scalar = 1, alpha:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    return convolution._convolved(x, weight, bias, geometry)
+    return convolution.convolved(x, weight, bias, geometry)
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, sizes: Any, *geometry: Any) -> Any:
-    return convolution._gradients(grad, x, weight, geometry[:-1], geometry[-1])
+    return convolution.gradients(grad, x, weight, geometry[:-1], geometry[-1])
 
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, share: float = 0.0, causal: bool = False, *, attn_mask: Tensor | None = None, scale: float | None = None
 ) -> Any:
-    return attention._flash(q, k, v, attn_mask, causal, scale)[0].to(q.dtype)
+    return attention.flash(q, k, v, attn_mask, causal, scale)[0].to(q.dtype)
 
 
 def _flash_backward(
@@ -56,7 +56,7 @@ def _flash_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
-    return attention._flash_gradients(grad, (q, k, v, attn_mask), causal, scale)
+    return attention.flash_gradients(grad, (q, k, v, attn_mask), causal, scale)
 
 
 TWINS: Mapping[str, Callable[..., Any]] = {
