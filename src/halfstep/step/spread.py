@@ -14,6 +14,7 @@ from halfstep.numerics import FORMATS, Format
 
 LOOKED_AT = 4096  # elements of a tensor that are counted, at most
 ROW = 6  # numbers in a row: zeros, not finite, small, near the limit; largest magnitude, Euclidean norm
+TOGETHER = 64  # tensors that are counted at once, which bounds the temporary memory
 NEAR = 0.5  # share of a format's limit from which on a number is near it
 MEASURED = {f.dtype: f for f in (FORMATS["fp32"], FORMATS["bf16"], FORMATS["fp16"])}  # tensors of other dtypes are not measured
 
@@ -47,7 +48,7 @@ def rows(tensors: Sequence[Tensor], formats: Sequence[Format], device: torch.dev
 
     Of at most 4096 elements, evenly spaced: how many are 0; inf or NaN; not 0 and below the format's smallest number with all its bits; at half of
     its largest number or beyond. Of all elements: the largest magnitude, and the Euclidean norm (inf where squares overflow fp32). Nothing is read
-    to the host. Two passes; temporary memory: about 20 kB per tensor.
+    to the host. Two passes; temporary memory: up to 12 MB.
     """
     found = torch.zeros(len(tensors), ROW, device=device, dtype=torch.float64)
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -57,7 +58,7 @@ def rows(tensors: Sequence[Tensor], formats: Sequence[Format], device: torch.dev
     for places in groups.values():
         some = [tensors[i].detach() for i in places]
         parts = (
-            _counts(some, formats[places[0]]),
+            torch.cat([_counts(some[i : i + TOGETHER], formats[places[0]]) for i in range(0, len(some), TOGETHER)]),
             numerics.largest_of_each(some, some[0].device)[:, None],
             numerics.norms(some, some[0].device)[:, None],
         )
@@ -76,7 +77,7 @@ def _counts(tensors: list[Tensor], form: Format) -> Tensor:
     for s in samples:
         total += s.numel()
         ends.append(total - 1)
-    sums = marks.cumsum(1)[:, ends]
+    sums = marks.cumsum(1, dtype=torch.int32)[:, ends]
     return torch.diff(sums, dim=1, prepend=torch.zeros_like(sums[:, :1])).T
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfstep.numerics import FORMATS
-from halfstep.step.spread import LOOKED_AT, joined, looked_at, rows
+from halfstep.step.spread import LOOKED_AT, TOGETHER, joined, looked_at, rows
 
 CPU = torch.device("cpu")
 CASES = {
@@ -44,6 +44,12 @@ def test_tensors_of_several_kinds_and_formats_keep_their_places() -> None:
     assert found[:, 3].tolist() == [0, 0, 0, 0]
     found = rows([t * 2 for t in tensors], [FORMATS["fp16"], FORMATS["fp32"], FORMATS["fp16"], FORMATS["fp32"]], CPU)
     assert found[:, 3].tolist() == [2, 0, 4, 0]
+
+
+def test_many_tensors_are_counted_in_parts_each_in_its_place() -> None:
+    tensors = [torch.full((3,), float(i % 3 > 0)) for i in range(2 * TOGETHER + 5)]
+    found = rows(tensors, [FORMATS["fp32"]] * len(tensors), CPU)
+    assert found[:, 0].tolist() == [3.0 * (i % 3 == 0) for i in range(len(tensors))]
 
 
 @pytest.mark.parametrize("size", [0, 1, LOOKED_AT, LOOKED_AT + 1, 3 * LOOKED_AT, 1_000_003])
