@@ -20,6 +20,7 @@ from halfstep.distributed.ranks import Group, Ranks, Solo
 from halfstep.errors import ConfigError
 
 Backend = Literal["gloo", "nccl"]
+TASKS = Path("/proc/self/task")
 THREADS = "pt_gloo_runloop"  # the name of gloo's threads that do what a group is asked for
 DEFAULTS = "torch.distributed.nn.functional"  # its functions keep the group that there is at its import, as their default: it comes before any
 QUIET = 0.02  # seconds, of the interpreter's time slices of 0.005
@@ -110,10 +111,10 @@ def settle(patience: float = 5.0) -> None:
 def _switches() -> dict[str, int]:
     """How often each thread of gloo has gone to sleep, by its number; -1 for one that is awake. Empty where the system does not tell."""
     found = dict[str, int]()
-    for task in Path("/proc/self/task").glob("*"):
+    for task in TASKS.glob("*"):
         with suppress(OSError):  # it has ended meanwhile
             about = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines() if ":" in line)
-            if about["Name"].strip() == THREADS:
+            if about.get("Name", "").strip() == THREADS and {"State", "voluntary_ctxt_switches"} <= about.keys():  # sandboxes leave some out
                 found[task.name] = int(about["voluntary_ctxt_switches"]) if about["State"].split()[0] == "S" else -1
     return found
 

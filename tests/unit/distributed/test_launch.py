@@ -1,5 +1,10 @@
 """What the launcher's environment may lack, and one process alone."""
 
+import importlib
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -54,3 +59,29 @@ def test_one_process_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert ranks.gather_object("x") == ["x"]
     assert ranks.any(True)
     assert not ranks.any(False)
+
+
+GLOO = "Name:\tpt_gloo_runloop\nState:\t{} (there)\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "waits"),
+    [
+        (GLOO.format("S") + "voluntary_ctxt_switches:\t7\n", 0.02),
+        (GLOO.format("R") + "voluntary_ctxt_switches:\t7\n", 0.18),
+        ("Name:\tpython\nState:\tR (running)\nvoluntary_ctxt_switches:\t7\n", 0.0),
+        (GLOO.format("S"), 0.0),  # as a sandbox tells it
+        ("", 0.0),
+    ],
+    ids=["asleep", "awake", "another", "sandboxed", "ended"],
+)
+def test_the_end_waits_for_threads_of_gloo_and_no_others(status: str, waits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launching = importlib.import_module("halfstep.distributed.launch")
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "status").write_text(status)
+    monkeypatch.setattr(launching, "TASKS", tmp_path)
+    pauses, clock = list[float](), itertools.count()
+    time = SimpleNamespace(sleep=pauses.append, monotonic=lambda: 0.02 * next(clock))
+    monkeypatch.setattr(launching, "time", time)
+    launching.settle(0.19)
+    assert sum(pauses) == pytest.approx(waits)
