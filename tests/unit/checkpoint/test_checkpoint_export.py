@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from halfstep import Accelerator
+from halfstep import Accelerator, ema
 from halfstep.checkpoint import export, save
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim import full_values
@@ -191,3 +191,18 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     refused(tmp_path, CheckpointError, "is damaged|is truncated")
     path.unlink()
     refused(tmp_path, CheckpointError, "is truncated|holds no manifest")
+
+
+def test_of_two_averages_none_is_taken(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    averages = [ema(model, decay) for decay in (0.5, 0.9)]
+    for average in averages:
+        average.update()
+    for count, average in enumerate(averages):
+        accelerator.register_for_checkpointing(average)
+        accelerator.save_state(tmp_path / str(count))
+    assert load_file(export(tmp_path / "0", tmp_path / "one", weights="average") / "model.safetensors").keys() == model.state_dict().keys()
+    with pytest.raises(CheckpointError, match=r"holds 2 averages of its model\. .*register one halfstep\.ema"):
+        export(tmp_path / "1", tmp_path / "two", weights="average")
+    assert not (tmp_path / "two").exists()

@@ -169,8 +169,6 @@ def test_states_of_narrower_weights_go_on_beside_fp64_and_complex_ones(make: Any
 
 # --- what is not there yet, and who sees what
 
-EMPTY = [name for name in MAKERS if name not in ("SGD", "wrapped Adagrad")]
-
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_parameter_that_has_not_begun_may_have_an_empty_state(name: str) -> None:
