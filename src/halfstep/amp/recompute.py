@@ -45,7 +45,8 @@ def recompute_blocks(model: nn.Module, settings: Mapping[str, Any] | None = None
 
     settings: arguments of `torch.utils.checkpoint.checkpoint`, use_reentrant=False unless they say otherwise. Losses, gradients, buffers and random
     states are those without checkpointing, bit for bit: each block begins again with the random state and the buffers that it began with (those that
-    its first forward pass in the same training modes changes; under torch.compile torch looks after them).
+    its first forward pass in the same training modes changes; under torch.compile torch looks after them). With use_reentrant=True gradients of a
+    block that is used more than once are summed up in another order.
     Memory: of each block its inputs instead of all its activations. Time: one more forward pass of the blocks in each step.
     Raises ConfigError for a model in which there is nothing to compute again.
     """
