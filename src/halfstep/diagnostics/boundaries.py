@@ -159,6 +159,8 @@ class Replay(Recorder):
 
     def moved(self, t: Tensor) -> Tensor:
         """`t` with noise, but for numbers of two bits (0, 1, 1.5, 2): they are exact in every format, and often stand for a choice or a count."""
+        if self.noise and t.is_complex():
+            return torch.view_as_complex(self.moved(torch.view_as_real(t.resolve_conj())))
         if not self.noise or not t.is_floating_point():
             return t
         source = self._generators.get(t.device)
@@ -191,12 +193,17 @@ class _Instead(torch.autograd.Function):
         replay.behind = boundary.module if boundary.side == "out" else boundary.caller
         known = other.gradients[number]
         if known is not None:
-            gradient = replay.moved(known.to(gradient.device, torch.float32) / replay.scale).to(gradient.dtype)
+            gradient = replay.moved(at_least_fp32(known.to(gradient.device)) / replay.scale).to(gradient.dtype)
         return gradient, None, None, None, None, None
 
 
 def _put(boundary: Boundary, number: int, gradient: Tensor) -> None:
     boundary.gradients[number] = gradient.detach().clone()
+
+
+def at_least_fp32(t: Tensor) -> Tensor:
+    """A floating or complex tensor in fp32 or its complex twin, or wider where it is."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def _floating(value: Any) -> bool:

@@ -17,7 +17,7 @@ from halfstep.checkpoint.randomness import capture, restore
 from halfstep.diagnostics.boundaries import OUTSIDE, Boundary, Recorder
 from halfstep.diagnostics.comparison import Comparison, Damage, Divergence, judged
 from halfstep.diagnostics.exact import Cast
-from halfstep.diagnostics.lockstep import Gap, Step, Twin, apart, buffers_of, interesting, noise_of, twin_of
+from halfstep.diagnostics.lockstep import Gap, Step, Twin, apart, buffers_of, interesting, noise_of, reals, twin_of
 from halfstep.diagnostics.sides import Asked, Loss, Manner, Runner, copied, default_optimizer, manner, widened
 from halfstep.diagnostics.under import device_of, refuse_fp64
 from halfstep.errors import ConfigError
@@ -214,7 +214,9 @@ def _look(ledger: _Ledger, step: int, batch: Any, state: int, reference: Runner,
 
 def _moved(begun: dict[str, Tensor], theirs: dict[str, Tensor], own: dict[str, Tensor]) -> float | None:
     """How far weights have come in one run, over how far in the other."""
-    far, less = (math.sqrt(sum(float((end[n].double() - w.double()).square().sum()) for n, w in begun.items())) for end in (theirs, own))
+    far, less = (
+        math.sqrt(sum(float((reals(end[n]).double() - reals(w).double()).square().sum()) for n, w in begun.items())) for end in (theirs, own)
+    )
     return less / far if far > 0 and math.isfinite(far) else None
 
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from halfstep.amp import backward_context, bind, products_of
 from halfstep.checkpoint import seed_everything
-from halfstep.diagnostics.boundaries import OUTSIDE, Boundary, Replay, computed_again
+from halfstep.diagnostics.boundaries import OUTSIDE, Boundary, Replay, at_least_fp32, computed_again
 from halfstep.diagnostics.exact import Cast, Exact
 from halfstep.diagnostics.sides import COARSE, Loss, Manner, losses_of, widened
 from halfstep.diagnostics.under import device_of
 
 FINEST = 2.0**-20  # of fp32 sums in another order
 HUGE = 2.0**100  # a number of this size stands for infinity: a mask
+FEW = 0.02  # of the choices (indices, masks) that a module gives: one may fall otherwise where the noise moves none, but no larger share than this
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ class Step:
         return tuple(sorted(known.values(), key=lambda c: c.at))
 
     def gaps(self) -> Iterator[Gap]:
-        """All differences in the order in which they arise: forward, then backward."""
+        """All differences in the order in which they arise: forward, then backward; not the gradients that the code of a module makes which has
+        chosen otherwise (given other indices): they are those of another function.
+        """
         allowed, allowed_back = _allowance(self.tested, self.reference)
         form = self.tested.form
         forward = _Limits(form.largest, allowed, form.smallest_subnormal / 2)
@@ -134,16 +137,20 @@ class Step:
         met = list(zip(self.passed, self.exact.passed, self.noisy.passed, strict=False))
         if self.exact.lost is not None:
             met = met[: self.exact.passed.index(self.exact.lost)]
+        chose = set()
         for at, (theirs, own, moved) in enumerate(met):
             for number, values in enumerate(zip(theirs.values, own.values, moved.values, strict=False)):
-                yield _gap(own.maker, "forward", _value(own, number), values, forward, at)
+                gap = _gap(own.maker, "forward", _value(own, number), values, forward, at)
+                if gap.error and not _is_number(values[1]):
+                    chose.add(own.maker)
+                yield gap
         if self.exact.lost is None:
             yield _gap(OUTSIDE, "forward", "the loss", (self.loss, self.exact.loss, self.noisy.loss), forward, len(met))
-        left = dict(self.gradients)
+        left = {name: gradient for name, gradient in self.gradients.items() if name.rpartition(".")[0] not in chose}
         for at, (theirs, own, moved) in enumerate(reversed(met), len(met) + 1):
             for number, (tested, right, noise) in enumerate(zip(theirs.gradients, own.gradients, moved.gradients, strict=False)):
-                if tested is not None and right is not None and noise is not None:
-                    values = (tested.float() / self.scale, right, noise)
+                if tested is not None and right is not None and noise is not None and own.gradient_maker not in chose:
+                    values = (at_least_fp32(tested) / self.scale, right, noise)
                     yield _gap(own.gradient_maker, "backward", _gradient(own, number), values, backward, at)
             if own.side == "in":
                 for name in [n for n in left if n.rpartition(".")[0] == own.module]:
@@ -193,12 +200,13 @@ def _gradient(own: Boundary, number: int) -> str:
 
 def _gap(maker: str, direction: Literal["forward", "backward"], what: str, values: tuple[Tensor, Tensor, Tensor], limits: _Limits, at: int) -> Gap:
     """The difference of the first of `values` from the second, beside that of the third."""
-    tested, right, noise = values
+    tested, right, noise = map(reals, values)
     if tested.shape != right.shape:
         return Gap(maker, direction, f"{what}, of another shape,", math.inf, 0.0, math.inf, at=at)
-    if not right.is_floating_point() or not tested.is_floating_point():
-        share = float((tested.to(right.device, right.dtype) != right).double().mean()) if right.numel() else 0.0
-        return Gap(maker, direction, what, share, 0.0, math.inf if share else 0.0, at=at)
+    if not _is_number(right) or not _is_number(tested):
+        share, expected = (_changed(t, right) for t in (tested, noise))
+        expected += min(1 / max(right.numel(), 1), FEW)
+        return Gap(maker, direction, what, share, expected, share / expected, at=at)
     off, size, finite = apart(tested, right, limits.largest, limits.beyond)
     spread, _, _ = apart(noise, right, math.inf, 0.0)
     expected = spread + limits.allowed * size + limits.floor * math.sqrt(right.numel())
@@ -206,6 +214,21 @@ def _gap(maker: str, direction: Literal["forward", "backward"], what: str, value
         return Gap(maker, direction, what, math.inf, expected / size if size else 0.0, math.inf, finite=False, at=at)
     times = off / expected if expected else math.inf if off else 0.0
     return Gap(maker, direction, what, off / size if size else math.inf if off else 0.0, expected / size if size else 0.0, times, at=at)
+
+
+def reals(t: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, another one as it is."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def _is_number(t: Tensor) -> bool:
+    """Whether rounding moves it; else it is a choice, a count or a mask."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def _changed(t: Tensor, right: Tensor) -> float:
+    """The share of numbers that are not those of `right`."""
+    return float((t.to(right.device, right.dtype) != right).double().mean()) if right.numel() else 0.0
 
 
 def apart(tested: Tensor, right: Tensor, largest: float, limit: float = math.inf) -> tuple[float, float, bool]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from halfstep.amp import GradScaler, backward_context, bind, bound_policy, products_of, upcast
 from halfstep.amp.compiling import CompiledCall
 from halfstep.checkpoint import seed_everything
+from halfstep.diagnostics.boundaries import at_least_fp32
 from halfstep.diagnostics.simulate import simulate
 from halfstep.diagnostics.stepping import optimizer_for
 from halfstep.diagnostics.trace import _takes_two, called, loss_in
@@ -154,7 +155,7 @@ class Runner:
             scaled.backward()  # type: ignore[no-untyped-call]
         self.scale = self.scaler.scale_at_hand
         with torch._C.DisableTorchFunction():  # a kept weight says that it is fp32
-            self.gradients = {n: p.grad.detach().float() / self.scale for n, p in self.model.named_parameters() if p.grad is not None}
+            self.gradients = {n: at_least_fp32(p.grad.detach()) / self.scale for n, p in self.model.named_parameters() if p.grad is not None}
         result = self.scaler.step(self.optimizer)
         self.scaler.update()
         if not result:

@@ -159,3 +159,47 @@ def texts(count: int = 2) -> list[dict[str, Tensor]]:
 def images(count: int = 2) -> list[dict[str, Tensor]]:
     made = torch.Generator().manual_seed(6)
     return [{"x": torch.randn(6, 3, 8, 8, generator=made), "labels": torch.randint(0, 5, (6,), generator=made)} for _ in range(count)]
+
+
+class Router(nn.Module):
+    """Chooses two of eight rows for each vector, by products of its own, and counts places; planted: in the vectors' format."""
+
+    def __init__(self, planted: bool) -> None:
+        super().__init__()
+        self.planted, self.weight = planted, nn.Parameter(torch.randn(8, 16) * 0.1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        share, chosen = F.linear(x, self.weight).softmax(-1).topk(2, -1)
+        return share, chosen, torch.arange(1000, dtype=x.dtype if self.planted else torch.float32).long()
+
+
+class Experts(nn.Module):
+    """Rows that a router chooses. The loss."""
+
+    def __init__(self, planted: bool = False) -> None:
+        super().__init__()
+        self.enter, self.router, self.rows = nn.Linear(16, 16), Router(planted), nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        share, chosen, _ = self.router(h)
+        return ((self.rows[chosen] * share.unsqueeze(-1)).sum(-2) * h).square().mean()
+
+
+class Spectrum(nn.Module):
+    """The frequencies of vectors: complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x.float())
+
+
+class Waves(nn.Module):
+    """Complex numbers and weights between two layers. The loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.spectrum, self.leave = nn.Linear(16, 16), Spectrum(), nn.Linear(9, 4)
+        self.factors = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave((self.spectrum(self.enter(x)) * self.factors).abs()).square().mean()
