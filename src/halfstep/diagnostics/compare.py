@@ -65,9 +65,9 @@ def compare(
     be copied, batches that are none, no loss, weights in fp64) and for a reference
     without a finite loss, PolicyError for a precision that cannot work, and whatever the model raises.
     """
-    chosen = _Chosen(optimizer if optimizer is not None else default_optimizer, loss, steps, _batches(batches, steps), as_written)
     _check(model, steps, seeds, tolerance)
     with _random_states():
+        chosen = _Chosen(optimizer if optimizer is not None else default_optimizer, loss, steps, _batches(batches, steps), as_written)
         ledger = _Ledger(tolerance)
         found: list[tuple[float, float]] = []
         tested = theirs = manner("fp32", torch.device("cpu"))
@@ -79,7 +79,8 @@ def compare(
             _check_reference(theirs, tested)
             refuse_fp64(base, tested.policy)
             found.append(_train(base, tested, theirs, seed, chosen, ledger if seed == 0 else None))
-    final = judged([a for a, _ in found], [b for _, b in found], 2 * tested.half_step * abs(found[0][0]) if math.isfinite(found[0][0]) else 0.0)
+    resolution = 2 * tested.half_step * abs(found[0][0]) if math.isfinite(found[0][0]) else 0.0
+    final = judged([a for a, _ in found], [b for _, b in found], resolution, ledger.losses[0][0])
     divergences = ledger.all(steps, final.verdict)
     if not divergences:
         _check_found(ledger, final.reference, theirs, steps)
@@ -144,7 +145,7 @@ def _check_found(ledger: _Ledger, ends: Sequence[float], reference: Manner, step
 def _batches(batches: Any, steps: int) -> list[Any]:
     if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise ConfigError(f"batches= was given a {type(batches).__name__}", "Pass a list of batches, or a DataLoader: [batch] for one.")
-    found = list(islice(batches, max(steps, 1) if isinstance(steps, int) else 1))
+    found = list(islice(batches, steps))
     if not found:
         raise ConfigError("batches= gave none", "Give at least one.")
     return found
@@ -173,7 +174,12 @@ def _train(base: nn.Module, tested: Manner, theirs: Manner, seed: int, chosen: _
     parts = not tested.compiled
     twin = twin_of(base, theirs, chosen.loss, parts, chosen.as_written) if ledger is not None else None
     reference = Runner(widened(copied(base)), theirs, chosen.loss, chosen.optimizer, wide=True)
-    run = Runner(base, tested, chosen.loss, chosen.optimizer)
+    with Runner(base, tested, chosen.loss, chosen.optimizer) as run:
+        return _run(reference, run, twin, seed, chosen, ledger)
+
+
+def _run(reference: Runner, run: Runner, twin: Twin | None, seed: int, chosen: _Chosen, ledger: _Ledger | None) -> tuple[float, float]:
+    """The steps of both runs of one seed; their final losses."""
     begun = run.weights()
     order = list(range(len(chosen.batches)))
     for step in range(chosen.steps):

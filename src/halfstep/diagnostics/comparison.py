@@ -14,6 +14,7 @@ Fault = Literal["cast", "nonfinite", "error", "path", "update", "loss"]
 Verdict = Literal["not told apart", "higher", "lower", "nonfinite", "not judged"]
 TOLD_APART = 3.0  # standard errors
 GROSS = 0.5  # of the reference's loss: more than that is higher where seeds have no spread to judge by
+SPENT = 1e-3  # of the first step's loss: what is left below it, in both runs, is not judged
 SHOWN = 5
 
 
@@ -91,6 +92,7 @@ class LossVerdict:
 
     spread: standard deviation of the reference's over seeds, None for one seed. difference: of the means, tested less reference. errors: the same in
     standard errors of that difference, None where there is no spread. resolution: a smaller difference is that of the format's last digit.
+    spent: whether both have come below 0.1 % of the first step's loss (a batch learnt by heart), where precisions leave other remainders.
     verdict: "not told apart", "higher", "lower", "nonfinite" or "not judged".
     """
 
@@ -101,12 +103,15 @@ class LossVerdict:
     errors: float | None
     resolution: float
     verdict: Verdict
+    spent: bool = False
 
     def __str__(self) -> str:
         means = f"final loss {number(_mean(self.tested))} against {number(_mean(self.reference))}"
         if self.verdict == "nonfinite":
             return f"{means}: {sum(not math.isfinite(x) for x in self.tested)} of {len(self.tested)} seeds end without a finite loss"
         seeds = f"{len(self.tested)} seed{'s' if len(self.tested) > 1 else ''}"
+        if self.spent and self.verdict == "not judged":
+            return f"{means}, {seeds}: not judged, both below {SPENT:.1%} of the loss at the start"
         if self.errors is None:
             most = _mean(self.reference)
             part = f"{self.difference / abs(most):+.1%}" if most else number(self.difference)
@@ -116,16 +121,19 @@ class LossVerdict:
         return f"{means}: {self.verdict} ({self.errors:+.1f} standard errors{fine}; {seeds} spread by {spread})"
 
 
-def judged(reference: Sequence[float], tested: Sequence[float], resolution: float) -> LossVerdict:
+def judged(reference: Sequence[float], tested: Sequence[float], resolution: float, first: float) -> LossVerdict:
     """Whether final losses of runs from the same seeds can be told apart: by more than 3 standard errors of the difference of their means (the seeds
     taken as independent, so that what any other seed could have done is no difference), and by more than `resolution`, what the format shows of a
     loss. Where there is no spread (one seed, or seeds that end alike to the last bit), only what is half as much again or more is higher or lower.
+    Where both means are below 0.1 % of `first`, the loss of the first step, a difference above the resolution is not judged.
     """
     theirs, own = tuple(reference), tuple(tested)
     difference = _mean(own) - _mean(theirs)
     if not all(map(math.isfinite, own)) and all(map(math.isfinite, theirs)):
         return LossVerdict(theirs, own, None, difference, None, resolution, "nonfinite")
     plain: Verdict = "not told apart" if abs(difference) <= resolution else "not judged"
+    if max(abs(_mean(own)), abs(_mean(theirs))) < SPENT * abs(first):
+        return LossVerdict(theirs, own, None, difference, None, resolution, plain, spent=True)
     if abs(difference) > max(GROSS * abs(_mean(theirs)), resolution) and math.isfinite(difference):
         plain = "higher" if difference > 0 else "lower"
     if len(own) < 2 or not math.isfinite(difference):

@@ -120,7 +120,7 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 class Runner:
-    """A model under its manner, and steps of it. wide: it was widened, and takes batches in fp32.
+    """A model under its manner, and steps of it; a block, at whose end a simulation ends. wide: it was widened, and takes batches in fp32.
 
     Of the last step stay the scale and the unscaled gradients; refused: why steps were not applied.
     """
@@ -131,7 +131,6 @@ class Runner:
         bind(model, how.policy, self.device)
         if how.compiled:
             model._compiled_call_impl = CompiledCall(model)
-        self._simulation = simulate(model, how.form) if how.simulated else None
         self.optimizer = optimizer_for(optimizer, model.parameters(), how.policy)
         if isinstance(self.optimizer, torch.optim.LBFGS) or isinstance(getattr(self.optimizer, "optimizer", None), torch.optim.LBFGS):
             raise ConfigError("LBFGS computes the loss several times a step, and steps are compared one by one", "Use another optimizer.")
@@ -140,6 +139,13 @@ class Runner:
         self.refused: list[str] = []
         self.gradients: dict[str, Tensor] = {}
         self.scale = 1.0
+        self._simulated: AbstractContextManager[Any] = simulate(model, how.form) if how.simulated else nullcontext()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._simulated.__exit__(None, None, None)
 
     def _backward(self) -> AbstractContextManager[Any]:
         return backward_context(self.how.policy, self.device, products_of(self.model))

@@ -218,14 +218,14 @@ def test_a_factory_gives_weights_by_seed_and_losses_are_judged_by_their_spread()
     ],
 )
 def test_final_losses_are_judged_against_the_noise_of_seeds(reference, tested, verdict):
-    found = judged(reference, tested, 0.02)
+    found = judged(reference, tested, 0.02, 2.0)
     assert found.verdict == verdict
     assert verdict in str(found) or verdict == "nonfinite"
 
 
 @pytest.mark.parametrize(("tested", "first", "alike"), [(1.4, "alike, final loss not judged: a against b", True), (3.2, "diverged: the loss", False)])
 def test_a_loss_that_seeds_do_not_judge_is_not_called_alike_in_silence(tested, first, alike):
-    final = judged([1.0], [tested], 0.02)
+    final = judged([1.0], [tested], 0.02, 2.0)
     ledger = _Ledger(5.0)
     found = Comparison("a", "b", 3, 5.0, ledger.all(3, final.verdict), (), (), final, 1.0, 0)
     assert str(found).startswith(first)
@@ -314,6 +314,7 @@ REFUSED = {
     "steps": (lambda: compare(Net(), texts(1), steps=0), "steps=0"),
     "seeds": (lambda: compare(Net(), texts(1), seeds=0), "seeds=0"),
     "tolerance": (lambda: compare(Net(), texts(1), tolerance=0), "tolerance=0"),
+    "steps before batches": (lambda: compare(Net(), [], steps=0), "steps=0"),
     "a copy": (lambda: compare(Stubborn(2, 2), [torch.ones(1, 2)]), r"f\(seed\)"),
     "a bound model": (lambda: compare(bound(), texts(1)), "bound to bf16-mixed"),
     "a narrow reference": (lambda: compare(Net(), texts(1), reference="bf16-true"), "swap"),
