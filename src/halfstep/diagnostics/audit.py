@@ -163,7 +163,8 @@ class _Look:
             source = ""
         text = str(policy) if policy is not None else compute if any_half else "fp32"
         name = text if policy is not None or not any_half else f"{compute}, as it is"
-        rows = rows_of(ops, explained(ops, policy, held, ours.names), compute)
+        work, outside = _work(ops, clock.median, self.device)
+        rows = rows_of(work, explained(ops, policy, held, ours.names), compute)
         known = Facts(
             text,
             "fp32" if not any_half else compute,
@@ -171,10 +172,10 @@ class _Look:
             facts.kind,
             facts.native,
             clock.median,
-            _outside(ops, clock.median, self.device),
+            outside,
             _tf32(self.device),
             gain,
-            self._padded(ops, clock.median),
+            self._padded(work, clock.median),
         )
         baseline = "" if theirs is None else "fp32" if _is_fp32(before) else "the model as it is"
         measured = ratio(clock, other) if other is not None else 0.0
@@ -275,12 +276,16 @@ def _gain(prediction: Prediction, inverse: bool) -> float:
     return there / here if inverse else here / there
 
 
-def _outside(ops: Sequence[Op], step: float, device: torch.device) -> float:
-    """The share of a step outside of the ops' work: what torch takes to call an op counts as outside, by an op on one number."""
+def _work(ops: Sequence[Op], step: float, device: torch.device) -> tuple[tuple[Op, ...], float]:
+    """Ops with the seconds of their work, and the share of the step outside of it, which together are the step.
+
+    What torch takes to call an op counts as outside, by an op on one number. Ops that are timed one by one may take longer than the step.
+    """
     x = torch.ones(1, device=device)
     call = fastest([lambda: torch.add(x, x)], device)[0]
-    work = sum(max(0.0, op.seconds - call) for op in ops)
-    return max(0.0, 1 - work / step)
+    seconds = [max(0.0, op.seconds - call) for op in ops]
+    scale = min(1.0, step / sum(seconds)) if any(seconds) else 1.0
+    return tuple(replace(op, seconds=s * scale) for op, s in zip(ops, seconds, strict=True)), max(0.0, 1 - sum(seconds) / step)
 
 
 def _tf32(device: torch.device) -> bool:

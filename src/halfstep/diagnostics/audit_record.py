@@ -22,7 +22,8 @@ class Audit:
     backward pass by the clock, of both (0 where it was not run). measured: step / other by the median of the rounds, predicted: the same from the ops
     of one of the two, whose name is predicted_from; 0 where it is not known. Below 1 is faster.
     suggested: where nothing runs in 16 bits, the precision that `predicted` is about.
-    outside: share of the step outside of the ops' work. rows: ops that are alike, slowest first. findings: the reasons, costliest first.
+    outside: share of the step outside of the ops' work. rows: ops that are alike, slowest first; seconds: of their work, which with `outside` makes
+    up the step. findings: the reasons, costliest first.
     ops: how many ran in one step. backward: whether there was a backward pass.
     """
 
@@ -105,7 +106,7 @@ class Audit:
         way = "forward and backward" if self.backward else "forward only (there is no loss)"
         lines = [
             self.answer,
-            f"{self.model} on {self.device}: {_time(self.step)} a step, {way}, {self.ops} ops, {self.outside:.0%} of it outside of ops",
+            f"{self.model} on {self.device}: {_time(self.step)} a step, {way}, {self.ops} ops, {self.outside:.0%} of it outside of their work",
         ]
         lines += [f"\n{place}. {finding}" for place, finding in enumerate(self.findings, 1)] or ["\nno reason takes 3 % of the step"]
         lines += ["", *_table("kind of op", self._grouped(lambda r: r.cls), self.step)]
