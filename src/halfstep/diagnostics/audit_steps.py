@@ -16,7 +16,7 @@ from halfstep.amp.as_written import as_written
 from halfstep.amp.mode import Within
 from halfstep.amp.rehearsal import Rehearsal, Repetition
 from halfstep.diagnostics.audit_times import PASSES, Stopwatch, timed_ops, turn
-from halfstep.diagnostics.trace import _Run
+from halfstep.diagnostics.trace import answered
 from halfstep.policy import Policy
 from halfstep.step.graph import walk
 from halfstep.tracing import Observation
@@ -45,8 +45,7 @@ class Steps:
 
     def _once(self, policy: Policy | None, look: bool = False) -> None:
         """Forward and backward. Gradients are left on the leaves. look: note the leaves that are no weights of the model."""
-        run = _Run(self.model, self.batch, self.call, self.loss, policy, None, scaled=False)
-        _, result = run._forward()
+        _, result = answered(self.model, self.batch, self.loss, self.call)
         went_back = self.call is not None and any(p.grad is not None for p in self.model.parameters())
         self.backward = went_back or (result is not None and result.requires_grad)
         if result is None or went_back or not result.requires_grad:

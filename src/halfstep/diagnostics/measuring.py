@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from halfstep import optim
 from halfstep.amp import GradScaler, backward_context, bind, bound_policy, products_of, recycled, scratch
 from halfstep.amp.recompute import recompute_blocks
-from halfstep.amp.rehearsal import random_states
 from halfstep.diagnostics.blocks import Block, Timeline, call
 from halfstep.diagnostics.casts import casts_in
 from halfstep.diagnostics.memory_plan import MemoryPlan
-from halfstep.diagnostics.stepping import optimizer_for
+from halfstep.diagnostics.stepping import name_told, optimizer_for, states_of
 from halfstep.diagnostics.trace import loss_of
 from halfstep.diagnostics.twin import mapped, uncopied
 from halfstep.diagnostics.walking import Step, Walked
@@ -31,8 +30,8 @@ Addresses = dict[str, set[int]]
 
 
 def run(step: Step) -> MemoryPlan:
-    """Run the steps and tell what the last took."""
-    from halfstep.diagnostics.memory import plan_of, shapes
+    """Run the steps and tell what the last took. Random states go on."""
+    from halfstep.diagnostics.memory import about, plan_of
 
     model = step.model
     if any(p.is_meta for p in model.parameters()):
@@ -40,15 +39,9 @@ def run(step: Step) -> MemoryPlan:
             f"this {type(model).__name__} is on the meta device, and a real step needs its weights",
             "Load them, or pass a function that makes the model.",
         )
-    put_back, own = random_states(), replace(step, batch=mapped(step.batch, _clone))  # no dispatch mode: it would change how products are run
-    try:
-        walked, notes = _on_cpu(own) if step.device.type == "cpu" else _on_gpu(own)
-    finally:
-        put_back()
-    about = f"{type(model).__name__} under {step.policy} with {walked.optimizer}, batch {shapes(step.batch)}"
-    if step.accumulate > 1:
-        about += f", {step.accumulate} micro-batches"
-    return plan_of(walked, f"{about}{', gradients released' if step.released else ''}; measured on the {step.device.type.upper()}", True, notes)
+    own = replace(step, batch=mapped(step.batch, _clone))  # no dispatch mode: it would change how products are run
+    walked, notes = _on_cpu(own) if step.device.type == "cpu" else _on_gpu(own)
+    return plan_of(walked, about(step, walked, "measured on the"), True, notes)
 
 
 def _clone(t: Tensor) -> Tensor:
@@ -107,7 +100,7 @@ class _Run:
         moment("backward ended", lambda: _held(self.model, self.optimizer, self.scaler))
         applied = bool(self.scaler.step(self.optimizer))
         self.scaler.update()
-        moment("end", lambda: {"states": _at(_states(self.optimizer))})
+        moment("end", lambda: {"states": _at(states_of(self.optimizer))})
         self.optimizer.zero_grad()
         self.refused = not applied
 
@@ -123,17 +116,12 @@ def _at(tensors: Iterable[Tensor]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
 
 
-def _states(optimizer: Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (t for t in (state.values() if isinstance(state, dict) else (state,)) if isinstance(t, Tensor))
-
-
 def _held(model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> Addresses:
     """Where what is there all the time lies."""
     masters = [m.residual for p in model.parameters() if (m := master_of(p)) is not None and m.residual is not None]
     copies = [item.copy for item in scaler._engine.state.buffers._guarded if item.copy is not None]
     return {
-        "states": _at(_states(optimizer)),
+        "states": _at(states_of(optimizer)),
         "residuals": _at(masters),
         "weights": _at(model.parameters()),
         "buffers": _at([*model.buffers(), *copies]),
@@ -157,7 +145,7 @@ def _on_cpu(step: Step) -> tuple[Walked, tuple[str, ...]]:
         for _ in range(taken.warm):
             taken.take(lambda name, note: None)
         taken.take(moment)
-        optimizer = type(getattr(taken.optimizer, "optimizer", taken.optimizer)).__name__
+        optimizer = name_told(taken.optimizer)
     line, ticks = _timeline(seen.profiler.kineto_results.experimental_event_tree())
     forward = tuple((ticks[f"forward {n}"], ticks[f"forward {n} ended"]) for n in range(step.accumulate))
     _name(line, ticks, noted, step.accumulate)
@@ -231,7 +219,7 @@ def _on_gpu(step: Step) -> tuple[Walked, tuple[str, ...]]:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     line = _told(taken, step, found, peak)
-    optimizer = type(getattr(taken.optimizer, "optimizer", taken.optimizer)).__name__
+    optimizer = name_told(taken.optimizer)
     notes = ("casts are among activations, and when the peak was is not known: a GPU's allocator does not say",)
     return Walked(line, 2, ((2, 3),), 4, 5, optimizer, phased=False), notes
 
@@ -241,7 +229,7 @@ def _told(taken: _Run, step: Step, found: dict[str, int], peak: int) -> Timeline
     always = {
         "weights": taken.model.parameters(),
         "buffers": taken.model.buffers(),
-        "states": _states(taken.optimizer),
+        "states": states_of(taken.optimizer),
         "residuals": [m.residual for p in taken.model.parameters() if (m := master_of(p)) is not None and m.residual is not None],
     }
     last = step.accumulate - 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.amp import bound_policy
+from halfstep.amp.rehearsal import random_states
 from halfstep.diagnostics.blocks import TEMPORARY
 from halfstep.diagnostics.memory_plan import KINDS, LARGEST, MemoryPlan, Phase, Saving
 from halfstep.diagnostics.twin import model_of
@@ -77,10 +78,14 @@ def measure(
     """
     from halfstep.diagnostics.measuring import run
 
-    made = model_of(model, filled=True)
-    _check(made, accumulate)
-    device = _device(made)
-    return run(Step(made, batch, _policy(made, precision, device), device, loss, optimizer, accumulate, released))
+    put_back = random_states()
+    try:
+        made = model_of(model, filled=True)
+        _check(made, accumulate)
+        device = _device(made)
+        return run(Step(made, batch, _policy(made, precision, device), device, loss, optimizer, accumulate, released))
+    finally:
+        put_back()
 
 
 def _check(model: nn.Module, accumulate: Any) -> None:
@@ -110,13 +115,17 @@ def _policy(model: nn.Module, precision: str | Policy | None, device: torch.devi
 
 def _planned(step: Step) -> MemoryPlan:
     walked = walk_through(step)
-    about = f"{type(step.model).__name__} under {step.policy} with {walked.optimizer}, batch {shapes(step.batch)}"
-    if step.accumulate > 1:
-        about += f", {step.accumulate} micro-batches"
-    return plan_of(walked, f"{about}{', gradients released' if step.released else ''}; predicted for the {step.device.type.upper()}")
+    return plan_of(walked, about(step, walked, "predicted for the"))
 
 
-def plan_of(walked: Walked, about: str, measured: bool = False, notes: tuple[str, ...] = ()) -> MemoryPlan:
+def about(step: Step, walked: Walked, how: str) -> str:
+    """What was looked at, and how, as one line for people."""
+    line = f"{type(step.model).__name__} under {step.policy} with {walked.optimizer}, batch {shapes(step.batch)}"
+    line += f", {step.accumulate} micro-batches" if step.accumulate > 1 else ""
+    return f"{line}{', gradients released' if step.released else ''}; {how} {step.device.type.upper()}"
+
+
+def plan_of(walked: Walked, said: str, measured: bool = False, notes: tuple[str, ...] = ()) -> MemoryPlan:
     """The plan that a timeline gives."""
     line, kept_at = walked.timeline, walked.forward[-1][1]
     peak = line.peak(walked.begin, walked.end)
@@ -134,7 +143,7 @@ def plan_of(walked: Walked, about: str, measured: bool = False, notes: tuple[str
         phase=phase,
         modules=modules if any(name for name, _ in modules) else (),
         measured=measured,
-        about=about,
+        about=said,
         notes=notes,
     )
 

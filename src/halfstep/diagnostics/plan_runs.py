@@ -15,7 +15,7 @@ from halfstep.amp import backward_context, products_of, upcast
 from halfstep.amp.as_written import as_written
 from halfstep.checkpoint import seed_everything
 from halfstep.diagnostics.plan_values import Values, off, sample
-from halfstep.diagnostics.trace import _Run, _undone
+from halfstep.diagnostics.trace import answered, undone
 from halfstep.diagnostics.under import device_of, in_fp32, under
 from halfstep.numerics import FORMATS
 from halfstep.optim import master_of
@@ -40,11 +40,11 @@ class Task:
         """Outputs and loss of one batch, with the random states of its number. wide: 16-bit tensors of the batch are cast up."""
         seed_everything(SEED + number)
         batch = upcast(self.batches[number]) if wide else self.batches[number]
-        return _Run(self.model, batch, None, self.loss, None, None, False)._forward()
+        return answered(self.model, batch, self.loss)
 
     def untouched(self, writes: bool = True) -> AbstractContextManager[None]:
         """The block in which the model may be run, and after which it is what it was."""
-        return _undone(self.model, (list(self.batches), self.loss), writes)
+        return undone(self.model, (list(self.batches), self.loss), writes)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from halfstep.amp import layout
 from halfstep.amp.as_written import as_written
 from halfstep.amp.rehearsal import Rehearsal
 from halfstep.diagnostics.ranking import ranked
-from halfstep.diagnostics.trace import _line, _of_error, called, has_masters, loss_in, named
+from halfstep.diagnostics.trace import called, findings_of_error, has_masters, line_of, loss_in, named
 from halfstep.diagnostics.under import under
 from halfstep.errors import ConfigError
 from halfstep.optim import master_of
@@ -111,14 +111,14 @@ def _run(model: nn.Module, batch: Any, detectors: list[Detector]) -> _Looked:
                 result = loss_in(outputs)
                 births.blame([result] if result is not None else [*named(outputs).values()])
                 loss = float(result) if result is not None else None
-        except Exception as raised:  # noqa: BLE001  of the user's code: named, or raised again by _of_error
+        except Exception as raised:  # noqa: BLE001  of the user's code: named, or raised again by findings_of_error
             error = raised
         findings = [f for d in (births, *detectors) for f in d.findings()]
         if error is not None:
-            findings += _of_error(error, seen, births, mismatch)
+            findings += findings_of_error(error, seen, births, mismatch)
     born = births.findings()
     findings += [] if born else births.products.findings()
-    return findings, born, Trace((), loss, births.products.closest, "" if error is None else _line(error), seen.events)
+    return findings, born, Trace((), loss, births.products.closest, "" if error is None else line_of(error), seen.events)
 
 
 def _kept_tables(model: nn.Module, policy: Policy | None) -> list[Finding]:

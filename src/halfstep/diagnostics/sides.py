@@ -19,7 +19,7 @@ from halfstep.checkpoint import seed_everything
 from halfstep.diagnostics.boundaries import at_least_fp32
 from halfstep.diagnostics.simulate import simulate
 from halfstep.diagnostics.stepping import optimizer_for
-from halfstep.diagnostics.trace import _takes_two, called, loss_in
+from halfstep.diagnostics.trace import loss_of
 from halfstep.diagnostics.under import device_of, refuse_lazy
 from halfstep.errors import ConfigError
 from halfstep.hardware import probe
@@ -102,16 +102,7 @@ def losses_of(model: nn.Module, batch: Any, loss: Loss, wide: bool = False) -> T
     as fp32, for a model that was widened. Raises ConfigError where there is none.
     """
     own = tree_map_only(Tensor, Tensor.clone, upcast(batch) if wide else batch)
-    outputs = called(model, own)
-    if loss is None:
-        found = loss_in(outputs)
-        if found is None:
-            raise ConfigError(f"{type(model).__name__} gives no loss", "Pass loss=f, with f(outputs) or f(outputs, batch) the scalar loss.")
-        return found
-    found = loss(outputs, own) if _takes_two(loss) else loss(outputs)
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        raise ConfigError("loss= gave no single number", "Let it return the mean or the sum.")
-    return found
+    return loss_of(model, own, loss)
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:

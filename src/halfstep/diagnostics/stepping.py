@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import optim
+from halfstep.diagnostics.surroundings import inner
 from halfstep.errors import ConfigError, suggest
 from halfstep.optim import HALF, with_masters
 from halfstep.policy import ROLES, Policy, chosen, name_of
@@ -31,13 +32,12 @@ def optimizer_for(asked: Any, parameters: Iterable[Tensor], policy: Policy) -> O
 
 def _made(asked: Any, trained: list[Tensor], policy: Policy) -> Optimizer:
     if isinstance(asked, Optimizer):
-        inner = getattr(asked, "optimizer", asked)
-        inner = getattr(inner, "optimizer", inner)
-        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names", "initial_lr")} for g in inner.param_groups]
-        sizes, made = [len(g["params"]) for g in inner.param_groups], iter(trained)
+        own: Optimizer = inner(asked)
+        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names", "initial_lr")} for g in own.param_groups]
+        sizes, made = [len(g["params"]) for g in own.param_groups], iter(trained)
         if sum(sizes) != len(trained):
             raise ConfigError(f"the optimizer has {sum(sizes)} parameters and the model trains {len(trained)}", "Pass its class, or a function.")
-        return type(inner)([{"params": [next(made) for _ in range(n)], **g} for n, g in zip(sizes, groups, strict=True)])  # type: ignore[call-arg]
+        return type(own)([{"params": [next(made) for _ in range(n)], **g} for n, g in zip(sizes, groups, strict=True)])  # type: ignore[call-arg]
     if isinstance(asked, str):
         asked = _named(asked, policy, trained)
     if not callable(asked):
@@ -81,11 +81,17 @@ def states_known(optimizer: Optimizer) -> bool:
     return name_of(optimizer) not in (None, "LBFGS")
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the tensors in the states of an optimizer, as they are."""
-    found: dict[int, int] = {}
+def states_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The tensors in the states of an optimizer, as they are."""
     for state in optimizer.state.values():
-        for t in state.values() if isinstance(state, dict) else (state,):
-            if isinstance(t, Tensor):
-                found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-    return sum(found.values())
+        yield from (t for t in (state.values() if isinstance(state, dict) else (state,)) if isinstance(t, Tensor))
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of these tensors, each memory once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in states_of(optimizer)}.values())
+
+
+def name_told(optimizer: Optimizer) -> str:
+    """The class of an optimizer, for people: of the one inside where masters are kept around it."""
+    return type(inner(optimizer)).__name__

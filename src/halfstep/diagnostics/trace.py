@@ -128,10 +128,10 @@ class _Run:
         error: Exception | None = None
         result: Tensor | None = None
         bad_forward = bad_backward = False
-        with _undone(self.model, (self.batch, self.call, self.loss)), as_written, torch.inference_mode(False), torch.enable_grad():
+        with undone(self.model, (self.batch, self.call, self.loss)), as_written, torch.inference_mode(False), torch.enable_grad():
             try:
                 with seen:
-                    outputs, result = self._forward()
+                    outputs, result = answered(self.model, self.batch, self.loss, self.call)
                     ends = [result] if result is not None else [*named(outputs).values()]
                     bad_forward = births.blame(ends)
                     went_back = self.call is not None and any(p.grad is not None for p in self.model.parameters())
@@ -147,21 +147,13 @@ class _Run:
         if has_masters(self.optimizer):
             findings = [f for f in findings if f.fault != "masters"]
         if error is not None:
-            findings += _of_error(error, seen, births, mismatch)
+            findings += findings_of_error(error, seen, births, mismatch)
         elif (bad_forward or bad_backward) and not births.findings():
             findings.append(_unknown("the loss" if bad_forward else "a gradient", bad_backward and not bad_forward))
         findings += [f for f in births.products.findings() if not births.findings()]
-        told = Trace(ranked(findings, births.findings()), value, births.products.closest, "" if error is None else _line(error), seen.events)
+        told = Trace(ranked(findings, births.findings()), value, births.products.closest, "" if error is None else line_of(error), seen.events)
         late = bad_backward and not bad_forward and all(f.place.direction == "backward" for f in births.findings())
         return _Found(told, late and error is None)
-
-    def _forward(self) -> tuple[Any, Tensor | None]:
-        """Outputs and loss."""
-        if self.call is not None:
-            outputs = self.call()
-            return outputs, loss_in(outputs)
-        outputs = called(self.model, self.batch)
-        return outputs, loss_in(outputs) if self.loss is None else _given(self.loss, outputs, self.batch)
 
     def _backward(self, result: Tensor, scale: float) -> list[Tensor]:
         """The gradients of the leaves that the loss reaches, made without a trace on them."""
@@ -253,10 +245,15 @@ def _misfit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return ""
 
 
+def answered(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None, call: Call | None = None) -> tuple[Any, Tensor | None]:
+    """What a model gives for a batch, or `call` instead, and the loss: that of `loss`, or the one in the outputs; None where there is none."""
+    outputs = called(model, batch) if call is None else call()
+    return outputs, loss_in(outputs) if loss is None else _given(loss, outputs, batch)
+
+
 def loss_of(model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None) -> Tensor:
     """The loss of a batch, with nothing else of the outputs held. Raises ConfigError where there is none."""
-    outputs = called(model, batch)
-    found = loss_in(outputs) if loss is None else _given(loss, outputs, batch)
+    outputs, found = answered(model, batch, loss)
     if found is None:
         raise ConfigError(f"the model gave a {type(outputs).__name__} with no loss in it", "Pass loss=f with f(outputs, batch) a scalar.")
     return found
@@ -281,7 +278,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def _undone(model: nn.Module, given: Any, writes: bool = True) -> Iterator[None]:
+def undone(model: nn.Module, given: Any, writes: bool = True) -> Iterator[None]:
     """What a run changes is put back: buffers, whatever is written to, attributes, random states, and gradients. writes: see Rehearsal."""
     gradients = [(p, p.grad) for p in model.parameters()]
     for p, _ in gradients:
@@ -295,7 +292,7 @@ def _undone(model: nn.Module, given: Any, writes: bool = True) -> Iterator[None]
             p.grad = gradient if gradient is None or takes in (None, gradient.dtype) else gradient.to(takes)
 
 
-def _of_error(error: Exception, seen: Observation, births: Births, mismatch: Mismatch) -> list[Finding]:
+def findings_of_error(error: Exception, seen: Observation, births: Births, mismatch: Mismatch) -> list[Finding]:
     """The findings for an error of the traced code, which is raised again when there are none."""
     place = seen.error_place(error)
     found = mismatch.finding(error) or of_error(error, place, seen.model)
@@ -316,5 +313,6 @@ def _unknown(what: str, backward: bool) -> Finding:
     )
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

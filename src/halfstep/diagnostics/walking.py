@@ -18,7 +18,7 @@ from halfstep.amp.recompute import recompute_blocks
 from halfstep.diagnostics.blocks import TEMPORARY, Block, Timeline, call
 from halfstep.diagnostics.casts import casts_in
 from halfstep.diagnostics.ledger import Ledger
-from halfstep.diagnostics.stepping import optimizer_for, sizes_of, state_bytes, states_known, takes_nothing
+from halfstep.diagnostics.stepping import name_told, optimizer_for, sizes_of, state_bytes, states_known, states_of, takes_nothing
 from halfstep.diagnostics.trace import loss_of
 from halfstep.diagnostics.twin import MEASURED, batch_of_shapes, modules_told, twin_of
 from halfstep.errors import ConfigError, HalfstepError
@@ -131,7 +131,7 @@ def _walk(step: Step, fake: FakeTensorMode, ledger: Ledger) -> Walked:
     if not takes_nothing(optimizer) and not step.released:
         _step(optimizer, ledger)
     end = ledger.tick()
-    return Walked(ledger.timeline, begin, tuple(forward), backward, end, type(getattr(optimizer, "optimizer", optimizer)).__name__)
+    return Walked(ledger.timeline, begin, tuple(forward), backward, end, name_told(optimizer))
 
 
 def _pass(model: nn.Module, batch: Any, step: Step, ledger: Ledger, number: int) -> tuple[int, int]:
@@ -209,9 +209,8 @@ def _count_states(model: nn.Module, optimizer: Optimizer, step: Step, ledger: Le
     held = [p for p in model.parameters() if p.requires_grad]
     if states_known(optimizer):
         per_group = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        times = {
-            id(p): 2 if p.dtype == torch.float64 and step.policy.states == "fp32" else 1 for p in held
-        }  # torch's states are of the weight's kind
+        wide = torch.float64 if step.policy.states == "fp32" else None  # torch's states are of the weight's kind
+        times = {id(p): 2 if p.dtype == wide else 1 for p in held}
         total = sum(
             times[id(p)] * model_bytes(sizes_of([p], step.policy), step.policy, optimizer, group=per_group.get(id(p), {})).states for p in held
         )
@@ -220,10 +219,8 @@ def _count_states(model: nn.Module, optimizer: Optimizer, step: Step, ledger: Le
             p.grad = torch.empty_like(p, dtype=p.grad_dtype or p.dtype)
         _step(optimizer, ledger)
         made = state_bytes(optimizer)
-        for state in optimizer.state.values():
-            for t in state.values() if isinstance(state, dict) else ():
-                if isinstance(t, Tensor):
-                    ledger.adopt(t, "states")
+        for t in states_of(optimizer):
+            ledger.adopt(t, "states")
         _clear(model)
         total = total - made if states_known(optimizer) else 0
     if total > 0:
@@ -232,7 +229,7 @@ def _count_states(model: nn.Module, optimizer: Optimizer, step: Step, ledger: Le
 
 def _step(optimizer: Optimizer, ledger: Ledger) -> None:
     """The optimizer's step, by whose name a refusal is told."""
-    ledger.modules.append(f"the step of {type(getattr(optimizer, 'optimizer', optimizer)).__name__}")
+    ledger.modules.append(f"the step of {name_told(optimizer)}")
     with torch.no_grad():
         optimizer.step()
     ledger.modules.pop()

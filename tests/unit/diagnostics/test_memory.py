@@ -197,6 +197,8 @@ def test_the_model_and_random_states_are_left_as_they_were(look: Any) -> None:
     assert states[1] == random.getstate()
     assert torch.equal(states[2], batch)
     assert torch.equal(model(batch), copy.deepcopy(model)(batch)), "it still runs"
+    look(lambda: Net(), batch)
+    assert torch.equal(states[0], torch.get_rng_state()), "that it was made here makes no difference"
 
 
 def test_shapes_alone_will_do() -> None:
