@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 
-from halfstep.cli.plan import _subject
+from halfstep.cli.subject import subject_of, training_arguments
 from halfstep.diagnostics.audit import ROUNDS, audit
-from halfstep.trainer import TrainingArguments
 
 USAGE = "halfstep audit [CONFIG.yaml] [--target FILE.py:FUNCTION] [--precision TEXT] [--json] [--train-option value ...]"
 
@@ -28,10 +26,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds of timing (default: {ROUNDS})")
     parser.add_argument("--json", action="store_true", help="for machines")
     options, rest = parser.parse_known_args(list(argv))
-    subject = _subject(options.target, rest, 1)
+    subject = subject_of(options.target, rest, 1)
     precision = options.precision
     if precision is None and options.target is None:
-        precision = str(TrainingArguments(**{f.name: subject.settings[f.name] for f in fields(TrainingArguments)}).policy)
+        precision = str(training_arguments(subject.settings).policy)
     found = audit(subject.model, subject.batches[0], precision=precision, loss=subject.loss, rounds=options.rounds)
     print(json.dumps(found.as_dict(), indent=1, allow_nan=False) if options.json else found)
     return 0

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from halfstep.cli.subject import Subject, from_target, from_training
+from halfstep.cli.subject import Subject, from_target, from_training, training_arguments
 from halfstep.diagnostics.compare import compare
 from halfstep.errors import ConfigError
 from halfstep.optim import AdamW
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     found = compare(
         made,
         first.batches,
-        options.precision or first.settings.get("precision") or DEFAULT,
+        options.precision or (str(training_arguments(first.settings).policy) if first.settings else DEFAULT),
         reference=options.reference,
         steps=options.steps,
         seeds=options.seeds,
@@ -67,7 +67,9 @@ def _options() -> _Parser:
         allow_abbrev=False,
     )
     made.add_argument("--target", help="FILE.py:FUNCTION that gives the model and its batches (a seed is passed if it takes one)")
-    made.add_argument("--precision", help=f"a precision, or simulate:FORMAT such as simulate:e4m3 (default: the configuration's, else {DEFAULT})")
+    made.add_argument(
+        "--precision", help=f"a precision, or simulate:FORMAT such as simulate:e4m3 (default: halfstep train's; {DEFAULT} for --target)"
+    )
     made.add_argument("--reference", help="a precision with weights in fp32 (default: fp32; with --compiled the precision itself)")
     made.add_argument("--steps", type=int, default=20, help="of each run (default: 20)")
     made.add_argument("--batches", type=int, help="different batches, gone through again when there are more steps (default: as many as steps)")

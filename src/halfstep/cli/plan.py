@@ -6,18 +6,11 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, get_args
 
-from torch import nn
-
-from halfstep.cli.subject import Subject, from_target, from_training
+from halfstep.cli.subject import subject_of
 from halfstep.diagnostics.plan import plan
 from halfstep.diagnostics.plan_advice import Target
-from halfstep.errors import ConfigError
-from halfstep.hardware import default_device
-from halfstep.trainer import TrainingArguments
-from halfstep.trainer.optimizers import make_optimizer
 
 USAGE = "halfstep plan [CONFIG.yaml] [--target FILE.py:FUNCTION] [--batches N] [--output plan.yaml] [--train-option value ...]"
 
@@ -39,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="write the plan there")
     parser.add_argument("--json", action="store_true", help="for machines")
     options, rest = parser.parse_known_args(list(argv))
-    subject = _subject(options.target, rest, options.batches)
+    subject = subject_of(options.target, rest, options.batches)
     found = plan(
         subject.model,
         subject.batches,
@@ -59,21 +52,6 @@ def main(argv: Sequence[str]) -> int:
     if options.output:
         print(f"wrote {options.output}; halfstep train --plan {options.output} follows it")
     return 0
-
-
-def _subject(target: str | None, rest: list[str], count: int) -> Subject:
-    if count < 1:
-        raise ConfigError(f"--batches {count}", "Use 1 or more.")
-    if target is not None:
-        if rest:
-            raise ConfigError(f"{rest[0]} belongs to halfstep train, and --target names a model of yours", "Leave one of them out.")
-        return from_target(target, count)
-    found = from_training(rest, count)
-    args = TrainingArguments(**{f.name: found.settings[f.name] for f in fields(TrainingArguments)})
-    device = default_device(args.use_cpu)
-    model = found.model.to(device)
-    batches = [{name: t.to(device) for name, t in batch.items()} for batch in found.batches]
-    return Subject(found.name, model, batches, None, lambda parameters: make_optimizer(nn.ParameterList(parameters), args), found.settings)
 
 
 def _json(value: Any) -> Any:

@@ -7,16 +7,20 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 from halfstep.checkpoint import seed_everything
 from halfstep.errors import ConfigError
+from halfstep.hardware import default_device
+
+if TYPE_CHECKING:
+    from halfstep.trainer import TrainingArguments
 
 RETURNS = "It returns (model, batches), (model, batches, loss), or a mapping with model, batches and, if you like, loss and optimizer."
 KEYS = ("model", "batches", "loss", "optimizer")
@@ -68,17 +72,44 @@ def from_target(target: str, count: int, seed: int = 0) -> Subject:
 
 
 def from_training(argv: Sequence[str], count: int, seed: int | None = None) -> Subject:
-    """The small GPT and `count` batches of its text, as `halfstep train` with these options would begin; a short epoch is followed by the next."""
-    from halfstep.cli.train import _fields_of, configure
+    """The small GPT and `count` batches of its text, as `halfstep train` with these options would begin; a short epoch is followed by the next.
+
+    They are on the device that it would train on.
+    """
+    from halfstep.cli.train import configure, fields_of
     from halfstep.demo import GPT, GPTConfig, read, split
 
     settings, _ = configure(list(argv))
-    shape = GPTConfig(**_fields_of(GPTConfig, settings))
+    shape = GPTConfig(**fields_of(GPTConfig, settings))
     train_set, _ = split(read(settings["text"]), shape.block_size)
     seed_everything(settings["seed"] if seed is None else seed)
-    model = GPT(shape)
+    model, device = GPT(shape), default_device(settings["use_cpu"])
     loader: DataLoader[Any] = DataLoader(train_set, batch_size=settings["per_device_train_batch_size"], shuffle=True)
-    return Subject("the small GPT of halfstep train", model, list(islice(_again(loader), count)), settings=settings)
+    batches = [{name: t.to(device) for name, t in batch.items()} for batch in islice(_again(loader), count)]
+    return Subject("the small GPT of halfstep train", model.to(device), batches, settings=settings)
+
+
+def subject_of(target: str | None, rest: Sequence[str], count: int) -> Subject:
+    """What `plan` and `audit` look at: the target, or the small GPT with the options in `rest` and the optimizer of `halfstep train`."""
+    from halfstep.trainer.optimizers import make_optimizer
+
+    if count < 1:
+        raise ConfigError(f"--batches {count}", "Use 1 or more.")
+    if target is not None:
+        if rest:
+            raise ConfigError(f"{rest[0]} belongs to halfstep train, and --target names a model of yours", "Leave one of them out.")
+        return from_target(target, count)
+    found = from_training(rest, count)
+    args = training_arguments(found.settings)
+    return replace(found, optimizer=lambda parameters: make_optimizer(nn.ParameterList(parameters), args))
+
+
+def training_arguments(settings: Mapping[str, Any]) -> TrainingArguments:
+    """The arguments among the settings of `halfstep train`."""
+    from halfstep.cli.train import fields_of
+    from halfstep.trainer import TrainingArguments
+
+    return TrainingArguments(**fields_of(TrainingArguments, settings))
 
 
 def _again(loader: DataLoader[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,9 @@ PRECISION = {"precision", "plan", "fp16", "bf16", "tf32"}
 def main(argv: Sequence[str]) -> int:
     """Train, evaluate before and after, show a sample, and say where the run is."""
     settings, resume = configure(list(argv))
-    demo = DemoArguments(**_fields_of(DemoArguments, settings))
-    shape = GPTConfig(**_fields_of(GPTConfig, settings))
-    args = TrainingArguments(**_fields_of(TrainingArguments, settings))
+    demo = DemoArguments(**fields_of(DemoArguments, settings))
+    shape = GPTConfig(**fields_of(GPTConfig, settings))
+    args = TrainingArguments(**fields_of(TrainingArguments, settings))
     train_set, eval_set = split(read(demo.text), shape.block_size)
     _refuse_folder(args, resume)
     seed_everything(args.seed)
@@ -121,7 +121,7 @@ def configure(argv: list[str]) -> tuple[dict[str, Any], bool]:
         check_types(kind, settings)
     _yield_defaults(settings, set(line.settings), set(base))
     if not settings["output_dir"]:
-        settings["output_dir"] = str(_new_run(TrainingArguments(**_fields_of(TrainingArguments, settings | {"output_dir": "runs"})).policy.preset))
+        settings["output_dir"] = str(_new_run(TrainingArguments(**fields_of(TrainingArguments, settings | {"output_dir": "runs"})).policy.preset))
     return settings, resume
 
 
@@ -168,7 +168,8 @@ def _refuse_folder(args: TrainingArguments, resume: bool) -> None:
         )
 
 
-def _fields_of(kind: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def fields_of(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that are fields of a dataclass."""
     return {f.name: settings[f.name] for f in fields(kind)}
 
 

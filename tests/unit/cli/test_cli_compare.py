@@ -1,10 +1,14 @@
 """`halfstep compare`: its exit status, its text and its JSON."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from halfstep import Plan
 from halfstep.cli.main import main
+from halfstep.cli.subject import from_training
 
 SCRIPT = """
 import torch
@@ -80,3 +84,24 @@ def test_the_small_gpt_takes_the_options_of_train(capsys):
 def test_wrong_usage_ends_with_2(line, said, capsys):
     assert main(["compare", *line]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [(["--fp16"], "fp16-mixed"), (["--bf16"], "bf16-mixed"), (["--plan", "plan.yaml"], "bf16-lean"), ([], "bf16-mixed")]
+)
+def test_the_precision_is_that_of_halfstep_train(options, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Plan("bf16-lean").save("plan.yaml")
+    asked = []
+    monkeypatch.setattr("halfstep.cli.compare.compare", lambda *given, **settings: asked.append(given[2]) or SimpleNamespace(status=0))
+    assert main(["compare", "--layers", "1", "--width", "8", "--heads", "1", "--block_size", "16", "--steps", "1", *options]) == 0
+    assert asked == [expected]
+
+
+def test_the_demo_is_on_the_device_that_it_would_train_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("halfstep.cli.subject.default_device", lambda cpu: torch.device("cpu" if cpu else "meta"))
+    small = ["--layers", "1", "--width", "8", "--heads", "1", "--block_size", "16"]
+    for options, kind in ((small, "meta"), ([*small, "--use_cpu"], "cpu")):
+        found = from_training(options, 1)
+        assert {t.device.type for t in (*found.model.parameters(), *found.batches[0].values())} == {kind}
