@@ -35,7 +35,7 @@ class Sampler:
         self._models: list[_Watched] = []
 
     def __reduce__(self) -> tuple[type[Sampler], tuple[int]]:
-        return Sampler, (self.every,)  # a copy watches nothing
+        return type(self), (self.every,)  # a copy watches nothing
 
     def watch(self, model: nn.Module) -> None:
         """Watch `model`, which must be called itself (`model(x)`); once is enough, and binding it to a policy may come before or after.

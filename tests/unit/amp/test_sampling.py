@@ -239,6 +239,8 @@ def test_copies_of_a_model_tell_nobody_and_a_dead_sampler_leaves_nothing() -> No
         assert hooks(twin) == 0
     assert sampler.outputs() == ()
     assert copy.deepcopy(sampler).every == 1
+    kind = type("Counts", (Sampler,), {})
+    assert type(copy.deepcopy(kind(2))) is kind
     for twin in twins:
         sampler.watch(twin)
         twin(torch.ones(2, 4))

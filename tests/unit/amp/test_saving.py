@@ -166,6 +166,12 @@ def test_what_is_alive_or_must_be_exact_is_not_packed():
     y.sum().backward()
 
 
+@pytest.mark.parametrize(("way", "looked_at"), [(lambda x: x.softmax(-1), []), (lambda x: F.softmax(x, -1), []), (torch.tanh, ["View"])])
+def test_softmax_by_itself_stays_exact(way, looked_at):
+    found, _ = packs(Op(lambda m, x: way(x.exp())), torch.randn(4, 32, 64, requires_grad=True))
+    assert [k for k, _ in found] == looked_at
+
+
 def test_a_tensor_that_several_functions_save_is_packed_once():
     count = []
 
