@@ -6,67 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
 from halfstep import Accelerator, StepResult, Trainer, TrainerCallback, TrainingArguments, amp
 from halfstep.amp import GradScaler, pin, pins
 from halfstep.errors import ConfigError, DivergedError, StepRefusedError
-
-CULPRIT = "blocks.1.wo"
-
-
-class FeedForward(nn.Module):
-    """T5's: a norm, a wide layer, and a way round it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.wi, self.drop, self.wo = nn.LayerNorm(16), nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.wo(self.drop(F.relu(self.wi(self.norm(x)))))
+from overflowing import BEYOND, CULPRIT, T5Like, batch_of, rows, t5_like
 
 
-class Model(nn.Module):
-    """The output of its last block reaches some 1e5; the norm behind it does not mind."""
-
-    def __init__(self, size: float = 2e5) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Linear(8, 16), nn.ModuleList([FeedForward(), FeedForward()])
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
-        with torch.no_grad():
-            self.blocks[1].wo.weight.mul_(size)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return {"loss": F.mse_loss(self.head(self.norm(h)).float(), labels)}
-
-
-def model_of(size: float = 2e5) -> Model:
-    torch.manual_seed(0)
-    return Model(size)
-
-
-def optimizer_of(model: Model) -> torch.optim.SGD:
+def optimizer_of(model: T5Like) -> torch.optim.SGD:
     large = model.blocks[1].wo.weight
     return torch.optim.SGD([{"params": [p for p in model.parameters() if p is not large]}, {"params": [large], "lr": 100.0}], lr=0.05)
 
 
-def rows(count: int = 96) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [{"x": x, "labels": x[:4]} for x in torch.randn(count, 8, generator=generator)]
-
-
 def batches(steps: int) -> list[dict[str, Tensor]]:
-    data = rows()
-    return [{k: torch.stack([r[k] for r in data[8 * i % 96 :][:8]]) for k in ("x", "labels")} for i in range(steps)]
+    data = rows(96)
+    return [batch_of(data[8 * i % 96 :][:8]) for i in range(steps)]
 
 
-def by_hand(half: bool, steps: int = 12) -> tuple[list[StepResult], float, Model]:
-    model = model_of()
+def by_hand(half: bool, steps: int = 12) -> tuple[list[StepResult], float, T5Like]:
+    model = t5_like(1.0, BEYOND)
     optimizer, scaler, results, loss = optimizer_of(model), GradScaler(heal="pin", enabled=half), [], torch.zeros(())
     scaler.watch(model)
     for i, batch in list(enumerate(batches(steps)))[0 if half else 1 :]:  # the first step of the fp16 run is the one that shows the fault
@@ -81,7 +41,7 @@ def by_hand(half: bool, steps: int = 12) -> tuple[list[StepResult], float, Model
 
 
 def by_accelerator(precision: str, steps: int = 12, *, whole: bool = False, beforehand: tuple[str, ...] = (), heal: Any = "pin") -> Any:
-    model = model_of()
+    model = t5_like(1.0, BEYOND)
     accelerator = Accelerator(precision=precision, cpu=True, heal=heal)
     prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
     for name in beforehand:
@@ -116,12 +76,12 @@ class Listener(TrainerCallback):
         self.results.append(kwargs["step_result"])
 
 
-def by_trainer(folder: Path, model: Model | None = None, data: Any = None, resume: Any = None, **settings: Any) -> tuple[Trainer, list[StepResult]]:
-    model, heard = model or model_of(), Listener()
+def by_trainer(folder: Path, model: T5Like | None = None, data: Any = None, resume: Any = None, **settings: Any) -> tuple[Trainer, list[StepResult]]:
+    model, heard = model or t5_like(1.0, BEYOND), Listener()
     defaults = {"precision": "fp16-mixed", "max_steps": 12, "per_device_train_batch_size": 8, "use_cpu": True, "disable_tqdm": True}
     quiet = {"save_strategy": "no", "logging_steps": 1, "max_grad_norm": 0.0}
     arguments = TrainingArguments(str(folder), **{**defaults, **quiet, **settings})
-    trainer = Trainer(model, arguments, train_dataset=data or rows(), callbacks=[heard], optimizers=(optimizer_of(model), None))
+    trainer = Trainer(model, arguments, train_dataset=data or rows(96), callbacks=[heard], optimizers=(optimizer_of(model), None))
     trainer.train(resume_from_checkpoint=resume)
     return trainer, heard.results
 
@@ -234,10 +194,11 @@ def test_skip_skips_and_the_end_names_the_checkpoint(tmp_path: Path) -> None:
 
         grown = False
 
-    model = model_of(1.0)
+    model = t5_like(1.0, 1.0)
     settings = {"precision": "fp16-mixed", "heal": "skip", "max_steps": 12, "max_bad_steps": 3, "save_strategy": "steps", "save_steps": 2}
     arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, disable_tqdm=True, **settings)
-    trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=[Grows()], optimizers=(torch.optim.SGD(model.parameters(), lr=0.01), None))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, arguments, train_dataset=rows(96), callbacks=[Grows()], optimizers=(sgd, None))
     with pytest.raises(DivergedError) as caught:
         trainer.train()
     text = str(caught.value)
@@ -254,16 +215,16 @@ def test_raise_stops_the_run_at_once_and_names_the_module(tmp_path: Path) -> Non
 
 
 def test_data_that_is_not_finite_is_skipped_and_named(tmp_path: Path) -> None:
-    data = rows()
+    data = rows(96)
     data[20]["x"][3] = float("nan")
-    trainer, results = by_trainer(tmp_path, model_of(1.0), data, max_steps=12)
+    trainer, results = by_trainer(tmp_path, t5_like(1.0, 1.0), data, max_steps=12)
     bad = [r for r in results if not r]
     assert [(r.reason, r.culprits[0].name, r.replays) for r in bad] == [("nonfinite-loss", "input x", 0)]
     assert pins(trainer.model) == ()
 
 
 def test_two_modules_are_pinned_in_one_replay(tmp_path: Path) -> None:
-    model = model_of()
+    model = t5_like(1.0, BEYOND)
     with torch.no_grad():
         model.blocks[0].wo.weight.mul_(2e5)
     _, results = by_trainer(tmp_path, model, max_steps=2)

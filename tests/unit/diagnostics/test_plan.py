@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from plan_models import (
-    BEYOND,
     FAR,
     NEAR,
     Apply,
@@ -26,7 +25,6 @@ from plan_models import (
     masked_as_transformers,
     net,
     snapshot,
-    t5_like,
 )
 from torch import nn
 from torch.utils.data import DataLoader
@@ -36,6 +34,7 @@ from halfstep import Accelerator, Plan
 from halfstep.amp import bind
 from halfstep.errors import ConfigError
 from halfstep.policy import parse
+from overflowing import BEYOND, t5_like
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
-from torch import Tensor, nn
 
 import halfstep
 from halfstep import Plan, Trainer, TrainingArguments
@@ -19,64 +17,25 @@ from halfstep.amp import pins
 from halfstep.diagnostics import read_run
 from halfstep.diagnostics.planned import Held
 from halfstep.errors import ConfigError
+from overflowing import BEYOND, CULPRIT, T5Like, batch_of, rows, t5_like
 
-CULPRIT = "blocks.1.wo"
 PLAN = Plan("fp16-mixed", (Held(CULPRIT, "Linear", "outputs reach 2e5"),), 1024.0)
 
 
-class FeedForward(nn.Module):
-    """T5's: a norm, a wide layer, and a way round it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.wi, self.drop, self.wo = nn.LayerNorm(16), nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.wo(self.drop(F.relu(self.wi(self.norm(x)))))
-
-
-class Model(nn.Module):
-    """The output of its last block reaches some 1e5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Linear(8, 16), nn.ModuleList([FeedForward(), FeedForward()])
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
-        with torch.no_grad():
-            self.blocks[1].wo.weight.mul_(2e5)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return {"loss": F.mse_loss(self.head(self.norm(h)).float(), labels)}
-
-
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
-def rows(count: int = 64) -> list[dict[str, Tensor]]:
-    numbers = torch.Generator().manual_seed(1)
-    return [{"x": x, "labels": x[:4]} for x in torch.randn(count, 8, generator=numbers)]
-
-
-def batches() -> list[dict[str, Tensor]]:
-    data = rows(16)
-    return [{k: torch.stack([r[k] for r in data[i : i + 8]]) for k in ("x", "labels")} for i in (0, 8)]
+def model() -> T5Like:
+    return t5_like(1.0, BEYOND)
 
 
 def run(folder: Path, resume: Any = None, **settings: Any) -> Trainer:
     defaults: dict[str, Any] = {"max_steps": 6, "per_device_train_batch_size": 8, "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
-    trainer = Trainer(model(), TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **settings}), train_dataset=rows())
+    trainer = Trainer(model(), TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **settings}), train_dataset=rows(64))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 @pytest.mark.parametrize("precision", ["fp16-mixed", pytest.param("fp16-lean", marks=pytest.mark.slow)])  # the latter compiles kernels
 def test_a_planned_run_meets_no_overflow_and_ends_as_fp32_does(tmp_path: Path, precision: str) -> None:
-    found = halfstep.plan(model(), batches(), precision=precision, rounds=0)
+    found = halfstep.plan(model(), [batch_of(rows(16)[i : i + 8]) for i in (0, 8)], precision=precision, rounds=0)
     assert found.modules == (CULPRIT,)
     trainer = run(tmp_path / "a", plan=found, max_steps=12)
     assert (trainer.state.replayed_steps, trainer.state.skipped_steps, pins(trainer.model)) == (0, 0, ())
