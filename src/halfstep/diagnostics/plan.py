@@ -60,18 +60,19 @@ def plan(
     of them watched op by op. Raises ConfigError for wrong arguments, for a model that is bound to a policy, and where no precision can be used.
     """
     wanted = _wanted(precision)
+    alone = len(wanted) == 1
     task = Task(_checked(model), _batches(batches, count), loss)
     _check(target, rounds)
     counted = counted_for(optimizer, task.model)
     device = probe(device_of(task.model))
     reach, values, reference = _reference(task)
-    problems = {str(p): _refusal(task.model, p) for p in wanted}
-    tried = [_try(task, p, reach, values, reference, problems[str(p)], counted) for p in wanted]
-    fp32 = _fp32(task, tried, reference, counted)
-    tried = tried if fp32 is None else [fp32, *tried]
+    tried = [_try(task, p, reach, values, reference, alone, counted) for p in wanted]
+    if not any(t.precision == "fp32" for t in tried):  # to compare with, where the model could be trained in it
+        fp32 = _try(task, parse("fp32"), reach, values, reference, False, counted)
+        tried = [fp32, *tried] if fp32.usable else tried
     tried = _timed(task, tried, rounds)
     advice = advise(device, measured_rates(device.device), families_in(task.model))
-    decision = _decide(tried, advice, device.memory_bytes, target, asked=len(wanted) == 1)
+    decision = _decide(tried, advice, device.memory_bytes, target, alone)
     chosen = decision.chosen
     return Plan(
         precision=chosen.precision,
@@ -148,25 +149,21 @@ def _reference(task: Task) -> tuple[Reach, Values, Outcome]:
     return reach, values, outcome
 
 
-def _refusal(model: nn.Module, policy: Policy) -> str:
-    """Why a policy cannot be had with this model on its device; "" when it can."""
-    try:
-        resolve(policy, probe(device_of(model)), model_facts(model))
-    except HalfstepError as error:
-        return str(error)
-    return ""
-
-
-def _try(task: Task, policy: Policy, reach: Reach, values: Values, reference: Outcome, problem: str, counted: Counted) -> Tried:
-    """One precision: the modules that it needs in fp32, then all batches with them held."""
+def _try(task: Task, policy: Policy, reach: Reach, values: Values, reference: Outcome, alone: bool, counted: Counted) -> Tried:
+    """One precision: the modules that it needs in fp32, then all batches with them held. alone: raise a refusal, with its own remedy."""
     name = str(policy)
-    if policy.autocast == "fp32" or problem:
-        return _of_fp32(task, policy, reference, counted) if not problem else Tried(name, problem=problem)
     try:
+        resolve(policy, probe(device_of(task.model)), model_facts(task.model))
+        if policy.autocast == "fp32":
+            return _of_fp32(task, policy, reference, counted)
         held, unheld = find_held(task, policy, reach)
         asked = _asked(task.model, policy)
         held, outcome, seen = _run(task, policy, held, values, scale_for(values.largest_gradient, policy.scale))
-    except (RuntimeError, HalfstepError, TypeError, ValueError, AssertionError) as error:  # of the user's code under this precision, or a refusal
+    except HalfstepError as error:
+        if alone:
+            raise
+        return Tried(name, problem=str(error))
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # of the user's code under this precision
         return Tried(name, problem=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     by_module, total = gradient_errors(outcome.gradients, reference.gradients)
     final = policy_of(policy, held, None)
@@ -209,14 +206,6 @@ def _run(task: Task, policy: Policy, held: tuple[Held, ...], values: Values, sta
 def _of_fp32(task: Task, policy: Policy, reference: Outcome, counted: Counted) -> Tried:
     bytes_ = whole_step(task.model, policy, counted, task.batches[0], task.loss)
     return Tried(str(policy), loss=reference.loss, loss_error=0.0, predicted=bytes_, measured=reference.bytes)
-
-
-def _fp32(task: Task, tried: Sequence[Tried], reference: Outcome, counted: Counted) -> Tried | None:
-    """fp32 to compare with, where it was not asked for and the model could be trained in it; None else."""
-    policy = parse("fp32")
-    if any(t.precision == "fp32" for t in tried) or _refusal(task.model, policy):
-        return None
-    return _of_fp32(task, policy, reference, counted)
 
 
 def _asked(model: nn.Module, policy: Policy) -> tuple[Held, ...]:

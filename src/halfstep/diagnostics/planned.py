@@ -216,6 +216,8 @@ class Plan:
             raise
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ConfigError(f"{where} is no whole plan: {type(error).__name__}: {error}", "Make it anew: halfstep plan.") from error
+        if made.scale is not None and made.policy.scale.kind != "dynamic":
+            raise ConfigError(f"{where} has scale={made.scale:.0f}, and {made.precision} has no dynamic loss scale", "Take one of them out.")
         return made
 
 

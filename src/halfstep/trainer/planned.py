@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from halfstep.checkpoint import replace as write_whole
 from halfstep.errors import CheckpointError
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.rules import follow_rules
@@ -56,6 +56,6 @@ def _keep(plan: Any, target: Path) -> None:
 
             Plan.from_dict(plan, "plan=").save(target)
         elif not (target.exists() and target.samefile(plan)):
-            shutil.copyfile(plan, target)
+            write_whole(target, Path(plan).read_text())
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error.strerror}", "Free some space, or name another output_dir.") from error

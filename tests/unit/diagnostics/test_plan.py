@@ -218,6 +218,7 @@ def test_a_plan_is_written_and_read_as_it_was(tmp_path: Any) -> None:
         "precision: fp16-mixed": "version",
         "plan: 1\nprecision: fp61": "fp61",
         "plan: 1\nprecision: fp32\ntried: [3]": "no whole plan",
+        "plan: 1\nprecision: bf16-mixed\nscale: 1024.0": "has scale=1024, and bf16-mixed has no dynamic loss scale",
         "plan: 1\nprecision: fp16-mixed\nscal: 5": "has scal, which a plan has not.*scale",
     }
     for text, word in broken.items():
@@ -234,6 +235,7 @@ def test_a_plan_is_written_and_read_as_it_was(tmp_path: Any) -> None:
         ({"precision": "fp61"}, "fp61"),
         ({"precision": []}, "nothing to plan for"),
         ({"precision": "auto"}, "auto"),
+        ({"precision": "bf16-mixed,fp32=nope"}, "^fp32=nope matches no module of this model. Known: "),
         ({"target": "beauty"}, "beauty"),
         ({"rounds": -1}, "rounds"),
         ({"count": 0}, "count"),
