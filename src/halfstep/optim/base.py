@@ -220,7 +220,7 @@ class MasteredOptimizer(QuickToClear):
         """
         state_dict = to_load(self, state_dict)
         held = self.everybody()
-        refuse_other_sizes(state_dict.get("param_groups"), self.param_groups)
+        refuse_other_sizes(state_dict, self.param_groups)
         saved_groups = self.groups_to_load(state_dict)
         order = [n for group in saved_groups for n in group["params"]]
         place = {n: i for i, n in enumerate(order)}

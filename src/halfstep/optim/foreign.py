@@ -47,10 +47,13 @@ PARTIAL = ("Adafactor", "LBFGS", "Lion")  # rows of ROLES whose states are not o
 AGAIN = "Use another checkpoint of the run."
 
 
-def refuse_other_sizes(saved: Sequence[Mapping[str, Any]] | None, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CheckpointError unless the saved groups have as many parameters as those that are here."""
-    sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved or ()]
-    if saved is None or sizes != saved_sizes:
+def refuse_other_sizes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError unless a saved state has states, and its groups as many parameters as those that are here."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        there = ", ".join(map(str, state_dict)) or "nothing"
+        raise CheckpointError(f"the state of an optimizer has state and param_groups, and this one has {there}", "Load what its state_dict() gave.")
+    sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in state_dict["param_groups"]]
+    if sizes != saved_sizes:
         raise CheckpointError(
             f"the state is of an optimizer with groups of {saved_sizes} parameters, and this one has {sizes}",
             "Build the optimizer as the run that saved it did.",

@@ -148,7 +148,7 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
         weights, which are not kept here.
         """
         state_dict = to_load(self, state_dict)
-        refuse_other_sizes(state_dict.get("param_groups"), self.param_groups)
+        refuse_other_sizes(state_dict, self.param_groups)
         name = type(self).__name__
         refuse_amsgrad(state_dict["param_groups"], name, AMSGRAD)
         refuse_states(state_dict["state"], RULE.roles, name)

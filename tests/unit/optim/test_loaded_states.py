@@ -246,3 +246,13 @@ def test_hooks_before_loading_may_make_a_state_fit(make: Any) -> None:
     optimizer.register_load_state_dict_pre_hook(without)
     optimizer.load_state_dict(stock.state_dict())
     assert torch.equal(optimizer.state[p]["exp_avg"], stock.state[p]["exp_avg"])
+
+
+@pytest.mark.parametrize("lacks", ["state", "param_groups"])
+@pytest.mark.parametrize("make", [AdamW, FusedAdamW, lambda ps: wrap(torch.optim.AdamW(ps))])
+def test_what_is_no_state_of_an_optimizer_is_refused(make: Any, lacks: str) -> None:
+    optimizer = make([nn.Parameter(torch.ones(3))])
+    saved = optimizer.state_dict()
+    del saved[lacks]
+    with pytest.raises(CheckpointError, match=r"has state and param_groups, and this one has .*\. Load what its state_dict\(\) gave"):
+        optimizer.load_state_dict(saved)
