@@ -84,10 +84,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    chosen = {name: both for name, both in models().items() if options.model in name}
+    if not chosen:
+        parser.error(f"--model {options.model} is part of no name; there are {', '.join(models())}")
     rows = {}
-    for name, (model, batch) in models().items():
-        if options.model not in name:
-            continue
+    for name, (model, batch) in chosen.items():
         found = audit(model, batch, precision=options.precision, rounds=options.rounds)
         noise = same_twice(model, batch, options.rounds)
         error = found.predicted / found.measured - 1

@@ -76,7 +76,7 @@ def _check(model: Any, batch: Any, call: Any, loss: Any, rounds: int) -> None:
             raise ConfigError(f"{name}={given!r} is no function", "Pass one that gives the loss.")
     if call is not None and loss is not None:
         raise ConfigError("loss= has no effect beside call=, which returns the loss", "Leave it out.")
-    if not isinstance(rounds, int) or rounds < 1:
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise ConfigError(f"rounds={rounds!r}", "Give a whole number of 1 or more.")
 
 
@@ -98,8 +98,7 @@ class _Look:
         if bound is not None and asked is not None and asked != bound:
             raise ConfigError(f"the model is bound to {bound}, and precision={str(asked)!r} was asked for", "Leave precision= out, or pass a copy.")
         policy = bound or asked
-        if policy is not None:
-            refuse_fp64(self.model, policy)
+        refuse_fp64(self.model, policy if policy is not None else parse("bf16-mixed"))
         ours = self._steps(lambda: under(self.model, precision), policy is not None and (policy.is_lean or policy.whole))
         ops = ours.observed()
         theirs = self._baseline(bound, asked)

@@ -237,7 +237,7 @@ def _shapes(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     found = []
     for p in facts.padded:
         cost = p.share * (1 - p.padded_seconds / p.seconds)
-        if p.padded_seconds > 0.95 * p.seconds and facts.kind == "cpu":
+        if p.padded_seconds > 0.95 * p.seconds:
             continue
         much = f"it takes {p.seconds / p.padded_seconds:.2f} times as long as {p.fit}, measured alone"
         where = f"the product of {p.sizes} in {p.module or 'code outside of the model'}"
@@ -274,5 +274,7 @@ def _tf32(rows: Sequence[Row], facts: Facts) -> list[Reason]:
     if facts.kind != "cuda" or facts.tf32 or "tf32" not in facts.native or not wide:
         return []
     what = f"fp32 products ({_percent(share)} of the step) run without tf32, which {facts.device} has"
-    on = "precision='tf32', or tf32=True" if facts.compute == "fp32" else f"{parse(facts.precision).preset},tf32=on"
+    by_hand = facts.precision == facts.compute  # 16 bits without a precision of halfstep's
+    wider = "torch.backends.cuda.matmul.allow_tf32 = True" if by_hand else f"{parse(facts.precision).preset},tf32=on"
+    on = "precision='tf32', or tf32=True" if facts.compute == "fp32" else wider
     return [Reason("tf32", wide[0].module, wide[0].op, what, f"Switch it on ({on}): operands are rounded to 10 bits of mantissa.", share, share / 2)]

@@ -50,11 +50,6 @@ class Audit:
         return _shares([(row.format, row.flops) for row in self.rows if row.flops])
 
     @property
-    def product_seconds(self) -> dict[str, float]:
-        """Shares of the products' seconds by the format they ran in."""
-        return _shares([(row.format, row.seconds) for row in self.rows if row.cls == "products"])
-
-    @property
     def answer(self) -> str:
         """The first line."""
         flops = sum(share for name, share in self.product_flops.items() if name.startswith(("bf16", "fp16", "16-bit")))

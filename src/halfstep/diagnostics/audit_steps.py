@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.amp import backward_context
+from halfstep.amp import backward_context, products_of
 from halfstep.amp.as_written import as_written
 from halfstep.amp.mode import Within
 from halfstep.amp.rehearsal import Rehearsal, Repetition
@@ -53,7 +53,7 @@ class Steps:
         if look:
             own = {id(p) for p in self.model.parameters()}
             self._beside |= {id(t): (t, t.grad) for t in walk(result).leaves if id(t) not in own}
-        where: AbstractContextManager[Any] = backward_context(policy, self.device) if policy is not None else nullcontext()
+        where: AbstractContextManager[Any] = backward_context(policy, self.device, products_of(self.model)) if policy is not None else nullcontext()
         with where:
             (result.float() if result.dtype in HALF else result).backward()  # type: ignore[no-untyped-call]
 

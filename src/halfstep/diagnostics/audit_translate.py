@@ -14,7 +14,7 @@ import torch
 
 from halfstep.amp.ops import FP32, HALF, LOW
 from halfstep.amp.twins import FAMILY
-from halfstep.policy import Policy
+from halfstep.policy import Policy, families_of
 from halfstep.tracing.ledger import Op, Operand
 
 Way = Literal["as it is", "emulated"]
@@ -189,8 +189,6 @@ def _widest_of(operands: Sequence[Operand], have: Sequence[torch.dtype]) -> torc
 
 def families(policy: Policy, known: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
     """The families of products that `policy` emulates on a CPU; known: those that are measured to be faster so, of a format."""
-    from halfstep.policy import families_of
-
     if not policy.is_mixed:
         return ()
     asked = families_of(policy.products)

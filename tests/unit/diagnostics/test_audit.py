@@ -174,6 +174,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "loss beside call": ({"call": lambda: None, "loss": F.mse_loss}, "no effect beside call="),
     "no function": ({"batch": 1, "loss": 3}, "loss=3 is no function"),
     "no rounds": ({"batch": 1, "rounds": 0}, "rounds=0"),
+    "True rounds": ({"batch": 1, "rounds": True}, "rounds=True"),
     "another precision": ({"batch": batch(), "precision": "fp16-mixed"}, "bound to bf16-mixed"),
 }
 
@@ -186,6 +187,12 @@ def test_what_cannot_work_is_refused(name: str) -> None:
         bind(model, parse("bf16-mixed"), CPU)
     with pytest.raises(ConfigError, match=words):
         audit(model, **arguments)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", None])
+def test_weights_in_fp64_are_refused_with_a_precision_and_without(precision: str | None) -> None:
+    with pytest.raises(ConfigError, match="in fp64"):
+        audit(nn.Linear(4, 4).double(), torch.ones(2, 4).double(), precision=precision, rounds=1)
 
 
 def test_no_module_is_refused() -> None:
