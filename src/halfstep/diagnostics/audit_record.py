@@ -18,9 +18,9 @@ TOP = 12  # rows of a table
 class Audit:
     """Why 16 bits are not faster here, or what they gain.
 
-    precision: what was looked at; baseline: what it is held against ("fp32", "as it is"), "" for nothing. step, other: seconds of one forward and
-    backward pass by the clock, of both (0 where it was not run). measured: step / other by the median of the rounds, predicted: the same from the ops
-    of one of the two, whose name is predicted_from; 0 where it is not known. Below 1 is faster.
+    precision: what was looked at; baseline: what it is held against ("fp32", "the model as it is"), "" for nothing. step, other: seconds of one
+    forward and backward pass by the clock, of both (0 where it was not run). measured: step / other by the median of the rounds, predicted: the step
+    over fp32's, from the ops that predicted_from names; 0 where it is not known. Below 1 is faster.
     suggested: where nothing runs in 16 bits, the precision that `predicted` is about.
     outside: share of the step outside of the ops' work. rows: ops that are alike, slowest first; seconds: of their work, which with `outside` makes
     up the step. findings: the reasons, costliest first.
@@ -56,13 +56,16 @@ class Audit:
         if self.suggested:
             said = f"nothing runs in 16 bits here; {self.suggested} would take {self.predicted:.2f} of this step (predicted)"
         elif self.measured:
-            said = f"{self.precision} takes {self.measured:.2f} of {self.baseline}'s step here (predicted {self.predicted:.2f})"
+            than = "fp32's step" if self.baseline == "fp32" else f"the step of {self.baseline}"
+            said = f"{self.precision} takes {self.measured:.2f} of {than} here"
+            if self.predicted:
+                said += f" (predicted {self.predicted:.2f})" if self.baseline == "fp32" else f", {self.predicted:.2f} of what fp32 would (predicted)"
         elif self.predicted:
             said = f"{self.precision} takes {self.predicted:.2f} of what fp32 would (predicted; fp32 was not run)"
         else:
             said = f"{self.precision} takes {_time(self.step)} a step"
         if not self.suggested:
-            said += f"; {flops:.0%} of product flops run in 16 bits"
+            said += f"; {flops:.0%} of product flops run in 16 bits" if self.product_flops else "; no product whose flops are known ran"
         first = self.findings[0] if self.findings else None
         return f"{said}; the largest loss is {first.cause} ({first.share:.0%} of the step)" if first is not None else said
 

@@ -84,6 +84,21 @@ def test_a_precision_is_held_against_the_model_as_it_is() -> None:
     assert sum(r["share"] for r in kept["rows"]) + kept["outside"] == pytest.approx(1)
 
 
+def test_a_model_that_is_not_in_fp32_is_held_against_how_it_is_and_predicted_against_fp32() -> None:
+    found = audit(nn.Linear(32, 32).bfloat16(), batch()[0].bfloat16(), precision="bf16-mixed", loss=lambda y: y.float().sum(), rounds=1)
+    assert found.baseline == "the model as it is"
+    said = f"bf16-mixed takes {found.measured:.2f} of the step of the model as it is here, {found.predicted:.2f} of what fp32 would (predicted); "
+    assert found.answer.startswith(said)
+    assert found.predicted > 0
+
+
+def test_a_model_without_products_has_no_share_of_their_flops() -> None:
+    found = audit(nn.Identity(), batch()[0], precision="bf16-mixed", rounds=1)
+    assert found.answer.startswith(
+        f"bf16-mixed takes {found.measured:.2f} of the step of the model as it is here; no product whose flops are known ran"
+    )
+
+
 def test_where_nothing_is_in_16_bits_it_says_what_would_be() -> None:
     found = audit(Net(), batch(), rounds=1)
     assert (found.precision, found.baseline, found.measured) == ("fp32", "", 0.0)
