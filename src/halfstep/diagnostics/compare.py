@@ -65,7 +65,7 @@ def compare(
     be copied, batches that are none, no loss, weights in fp64) and for a reference
     without a finite loss, PolicyError for a precision that cannot work, and whatever the model raises.
     """
-    _check(model, steps, seeds, tolerance)
+    _check(model, steps, seeds, loss, tolerance)
     with _random_states():
         chosen = _Chosen(optimizer if optimizer is not None else default_optimizer, loss, steps, _batches(batches, steps), as_written)
         ledger = _Ledger(tolerance)
@@ -108,13 +108,15 @@ class _Chosen:
     as_written: bool
 
 
-def _check(model: Any, steps: int, seeds: int, tolerance: float) -> None:
+def _check(model: Any, steps: int, seeds: int, loss: Any, tolerance: float) -> None:
     if not isinstance(model, nn.Module) and not callable(model):
         raise ConfigError(f"compare was given a {type(model).__name__} in the place of the model", "Pass an nn.Module, or a factory f(seed).")
     for name, count in (("steps", steps), ("seeds", seeds)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"{name}={count!r}", "Use a whole number of 1 or more.")
-    if not tolerance > 0:
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss={loss!r} is no function", "Pass f(outputs) or f(outputs, batch) that gives the loss.")
+    if not isinstance(tolerance, int | float) or not tolerance > 0:
         raise ConfigError(f"tolerance={tolerance!r}", "Use a number above 0: how many times the expected error still counts as alike.")
 
 

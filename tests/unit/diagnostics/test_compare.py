@@ -314,6 +314,8 @@ REFUSED = {
     "steps": (lambda: compare(Net(), texts(1), steps=0), "steps=0"),
     "seeds": (lambda: compare(Net(), texts(1), seeds=0), "seeds=0"),
     "tolerance": (lambda: compare(Net(), texts(1), tolerance=0), "tolerance=0"),
+    "a text as tolerance": (lambda: compare(Net(), texts(1), tolerance="5"), "tolerance='5'"),
+    "no function": (lambda: compare(Net(), texts(1), loss=3), "loss=3"),
     "steps before batches": (lambda: compare(Net(), [], steps=0), "steps=0"),
     "a copy": (lambda: compare(Stubborn(2, 2), [torch.ones(1, 2)]), r"f\(seed\)"),
     "a bound model": (lambda: compare(bound(), texts(1)), "bound to bf16-mixed"),
