@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.reports.document import Answer, Answers, State
+from halfstep.diagnostics.explanations import WHY
+from halfstep.reports.document import Answer, Answers
 from halfstep.reports.history import History
 from halfstep.reports.numbers import count, number, scale, sentence, share
 from halfstep.reports.series import Series, marks
@@ -207,14 +208,15 @@ def what_to_do(run: History, trained: Answer, lost: Answer, near: Answer) -> tup
         told.append("Find where it began: the first event below that names a culprit, then halfstep.trace(model, batch) on that batch.")
     elif trained.state == "bad" and "flat" in trained.answer:
         told.append("Ask where the loss is stuck: halfstep compare runs the same steps in fp32; the stalled updates below tell whether weights move.")
-    elif trained.state == "bad" and "rose" in trained.answer:
+    elif trained.state in ("bad", "watch") and "rose" in trained.answer:
         told.append("Lower the learning rate or warm up longer; halfstep compare tells whether fp32 does the same.")
     if "risen since" in trained.detail:
         told.append("The evaluation is past its best: load_best_model_at_end=True keeps the best weights, fewer epochs save the time.")
-    elif run.loss.bad:
+    if run.loss.bad:
         told.append("Look at the steps whose loss is not finite (marks in the chart below): halfstep.trace(model, batch) names the place.")
     told += _about_steps(run, lost)
-    for event in [*run.events_of("pinned")[-1:], *run.events_of("close")[-1:]]:
+    unguarded = run.events_of("nonfinite-loss")[-1:] if lost.state not in ("watch", "bad") else []
+    for event in [*unguarded, *run.events_of("pinned")[-1:], *run.events_of("close")[-1:]]:
         if event.why:
             told.append(event.why)
     told += _about_numbers(run)
@@ -251,15 +253,29 @@ def _about_numbers(run: History) -> list[str]:
     ratio, than = run.records.audit.get("measured"), run.records.audit.get("baseline")
     if isinstance(ratio, int | float) and ratio > 1 and than == "fp32":
         told.append(f"A step takes {number(ratio)} of fp32's time here: the audit below says why.")
-    worst = [view for view in run.views if view.measure == "overflow" and view.worst[0] > 0]
-    if worst and not any(event.why for event in run.events_of("pinned", "close")):
-        view = max(worst, key=lambda v: v.worst[0])
-        name = view.worst[1]
-        told.append(f"As a precaution hold {name or 'the model'} in fp32 (fp32={name or '*'} in the precision), or use bf16, with fp32's range.")
-    return told
+    floor = run.scale.finite
+    if run.is_scaled and len(floor) and floor.values[-1] <= 1:
+        told.append("A loss scale of 1 keeps no gradient from underflow: find what overflows (halfstep.trace), clip (max_grad_norm), or use bf16.")
+    return told + _about_limits(run)
 
 
-def state_of(items: tuple[Answer, ...]) -> State:
-    """The worst state of some answers, "unknown" only where all are."""
-    order: tuple[State, ...] = ("bad", "watch", "good", "unknown")
-    return min((item.state for item in items), key=order.index)
+def _about_limits(run: History) -> list[str]:
+    """What to do about samples near a limit or beyond it. Names of gradients and weights are those of parameters, and modules are held."""
+    told = []
+    if any(view.nonfinite for view in run.views):
+        told.append("Find the op whose values are not finite: halfstep.trace(model, batch) on a batch of that step.")
+    if any(event.why for event in run.events_of("pinned", "close")):
+        return told  # which is what to do
+    if any(m.get("near") for m in run.windows):
+        told.append(WHY["close"])
+    for view in sorted((v for v in run.views if v.measure == "overflow" and v.worst[0] > 0), key=lambda v: -v.worst[0]):
+        name = view.worst[1] if view.kind == "outputs" else view.worst[1].rpartition(".")[0]
+        if view.format != "fp16":
+            told.append(
+                f"No format reaches further than {view.format}: lower the learning rate, clip, or scale down what {name or 'the model'} computes."
+            )
+        elif view.kind == "gradients":
+            told.append("Gradients near fp16's limit are those that the loss scale has multiplied: scale=dynamic lowers it by itself.")
+        else:
+            told.append(f"As a precaution hold {name or 'the model'} in fp32 (fp32={name or '*'} in the precision), or use bf16, with fp32's range.")
+    return list(dict.fromkeys(told))

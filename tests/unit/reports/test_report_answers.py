@@ -8,7 +8,7 @@ import pytest
 from made_run import write_run
 
 from halfstep.diagnostics.reading import read_run
-from halfstep.diagnostics.records import RunRecords
+from halfstep.diagnostics.records import LayerNumbers, LayerSample, RunEvent, RunRecords
 from halfstep.reports.answers import answers
 from halfstep.reports.history import History, named
 
@@ -32,7 +32,11 @@ RUNS = {
     ),
     "flat": ({"loss": lambda t: 5.0, "samples": 0}, {0: ("bad", "the loss is flat")}, "halfstep compare"),
     "rising": ({"loss": lambda t: 2 + t, "samples": 0}, {0: ("bad", "the loss rose")}, "Lower the learning rate"),
-    "fell and rose": ({"loss": lambda t: 2 + 3 * abs(t - 0.5) if t < 0.5 else 2 + 2 * (t - 0.5)}, {0: ("watch", "rose again")}, ""),
+    "fell and rose": (
+        {"loss": lambda t: 2 + 3 * abs(t - 0.5) if t < 0.5 else 2 + 2 * (t - 0.5)},
+        {0: ("watch", "rose again")},
+        "Lower the learning rate",
+    ),
     "nan at the end": (
         {"bad": dict.fromkeys(range(150, 201), math.nan), "samples": 0},
         {0: ("bad", "the loss is NaN at the end")},
@@ -126,3 +130,36 @@ def test_noise_rarely_gets_a_verdict():
 def test_records_that_count_no_steps_do_not_say_that_none_was_lost(loss):
     found = answers(History("run", RunRecords(Path("run"), metrics=lines(*[loss] * 5, keys=()))))
     assert (found.items[1].state, found.items[1].answer) == ("unknown", "Not known.")
+
+
+FELL = tuple({"step": i, "loss": 2 - i / 50, "skipped": 0, "scale": 8.0} for i in range(1, 41))
+
+
+def sample(kind, form, name, near=0.0, bad=0.0):
+    return (LayerSample(1, kind, form, {name: LayerNumbers(10, 0.0, bad, 0.0, near, 1.0, 1.0)}),)
+
+
+# what a run that fell has besides, and what is to be done about it
+LIMITS = {
+    "outputs": ({"layers": sample("outputs", "fp16", "a.b", 0.1)}, "As a precaution hold a.b in fp32 (fp32=a.b "),
+    "weights, whose module is held": ({"layers": sample("weights", "fp16", "a.b.weight", 0.1)}, "As a precaution hold a.b in fp32 (fp32=a.b "),
+    "gradients, which the scale follows": ({"layers": sample("gradients", "fp16", "a.b.weight", 0.1)}, "Gradients near fp16's limit are those"),
+    "in bf16": ({"layers": sample("outputs", "bf16", "a.b", 0.1)}, "No format reaches further than bf16: lower the learning rate"),
+    "in fp32": ({"layers": sample("weights", "fp32", "a.b.weight", 0.1)}, "No format reaches further than fp32: lower the learning rate"),
+    "not finite": ({"layers": sample("outputs", "fp16", "a.b", 0.0, 0.5)}, "Find the op whose values are not finite: halfstep.trace"),
+    "near, by the log alone": ({"metrics": tuple(m | {"near": "outputs of a"} for m in FELL)}, "Hold the module in fp32"),
+    "a scale of 1": ({"metrics": (*FELL, {"step": 41, "loss": 1.2, "scale": 1.0})}, "A loss scale of 1 keeps no gradient"),
+    "a loss that nothing guards": ({"events": (RunEvent(3, "nonfinite-loss", "it is NaN", "Look at the batch."),)}, "Look at the batch."),
+    "an evaluation that rose beside a NaN": (
+        {"metrics": (*FELL, {"step": 41, "loss": math.nan}, {"step": 42, "loss": 1.1}, *({"step": s, "eval_loss": float(s)} for s in (1, 2, 3)))},
+        "Look at the steps whose loss is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize(("told", "todo"), LIMITS.values(), ids=LIMITS)
+def test_whatever_is_no_good_answer_has_its_own_advice(told, todo):
+    found = answers(History("run", RunRecords(Path("run"), **({"metrics": FELL} | told))))
+    assert {item.state for item in found.items} & {"watch", "bad"}
+    assert todo in " ".join(found.todo)
+    assert "Nothing" not in found.todo[0]
