@@ -12,6 +12,7 @@ from torch import nn
 
 from halfstep.errors import HalfstepError
 from halfstep.trainer.arguments import TrainingArguments
+from halfstep.trainer.run import REPORT
 
 if TYPE_CHECKING:
     from halfstep.diagnostics import Audit
@@ -40,8 +41,8 @@ def predicted_bytes(model: nn.Module, inputs: dict[str, Any], optimizer: Any, ar
             released=args.gradient_release != "no",
             savings=False,
         )
-    except HalfstepError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001  whatever the model's code does with shapes (numpy, pointers): the run itself goes on without a prediction
+        return _why(error)
     return plan.as_dict()
 
 
@@ -51,8 +52,13 @@ def audited(model: nn.Module, call: Callable[[], Any]) -> Audit | str:
 
     try:
         return audit(model, call=call)
-    except HalfstepError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001  whatever the model's code does when it is called again: the run itself goes on without an audit
+        return _why(error)
+
+
+def _why(error: Exception) -> str:
+    """Errors of others are named by their kind."""
+    return str(error) if isinstance(error, HalfstepError) else f"{type(error).__name__}: {error}"
 
 
 def write_report(folder: Path, quiet: bool) -> None:
@@ -60,7 +66,7 @@ def write_report(folder: Path, quiet: bool) -> None:
     from halfstep.reports import report
 
     try:
-        path = report(folder, output=folder / "report.html")
+        path = report(folder, output=folder / REPORT)
     except HalfstepError as error:
         logger.warning("the report of %s was not written: %s", folder, error)
         return

@@ -239,3 +239,27 @@ def test_a_step_that_cannot_be_audited_is_an_event_and_the_run_goes_on(tmp_path:
     trainer(tmp_path, audit=True, max_steps=2, save_strategy="no").train()
     assert (1, "note", "the step was not audited: this model cannot be audited. Leave it out.") in told(tmp_path)
     assert not (tmp_path / "audit.json").exists()
+
+
+class Counting(Net):
+    """Refuses to be called more often than a run of one step does."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyError("called too often")
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize(("asked", "event"), [("report", "the memory of a step was not predicted"), ("audit", "the step was not audited")])
+def test_code_that_cannot_be_looked_at_ends_no_run(asked: str, event: str, tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="the package plotly is not installed")
+    made = trainer(tmp_path, max_steps=1, save_strategy="no", **{asked: True})
+    made.model = Counting(most=1)
+    made.train()
+    assert made.state.global_step == 1
+    assert f"{event}: KeyError: 'called too often'" in [text for _, _, text in told(tmp_path)]
