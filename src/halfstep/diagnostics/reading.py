@@ -17,7 +17,7 @@ METRICS, EVENTS, LAYERS = "metrics.jsonl", "events.jsonl", "layers.jsonl"
 ENVIRONMENT, MEMORY, AUDIT = "environment.json", "memory.json", "audit.json"
 CONFIGS, PLAN, RULES = ("config.yaml", "config.json"), "plan.yaml", "rules.yaml"
 TOGETHER = 1000  # lines that are parsed at one go
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # the last of an infinite step
 
 T = TypeVar("T")
 

@@ -96,7 +96,7 @@ def test_files_of_others_with_our_names_are_left_out_and_told(tmp_path: Path) ->
     run = write(
         tmp_path,
         metrics_jsonl=lines({"step": 1}),
-        events_jsonl=lines({"event": "click"}, EVENT.as_dict()),
+        events_jsonl=lines({"event": "click"}, EVENT.as_dict(), EVENT.as_dict() | {"step": math.inf}),
         layers_jsonl=lines({"step": 1, "kind": "weights", "format": "fp32", "layers": {"a": [1, 2]}}),
         environment_json='{"device": 3}',
         memory_json="[]",
