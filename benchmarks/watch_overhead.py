@@ -42,7 +42,8 @@ class WatchedLoop(ProtocolLoop):
             self.sampler.watch(self.model)
             watching.modules = self.sampler.sampled
         self.scaler.name_parameters(self.model.named_parameters())
-        self.recorder = Recorder(tempfile.mkdtemp(), self.model, self.scaler, every=1, log_every=0) if record else None
+        self.folder = tempfile.TemporaryDirectory()  # gone with the loop
+        self.recorder = Recorder(self.folder.name, self.model, self.scaler, every=1, log_every=0) if record else None
 
     def stages(self, loss: torch.Tensor) -> list[tuple[str, Any]]:
         """Those of the protocol, whose step is looked at where that is asked for."""

@@ -15,7 +15,8 @@ one ratio between two contenders; the median over the rounds stands here with it
 again at the end of every step. A/A is a second instance of ours against the first: a row counts when it is within 5 % of 1. Memory and
 start-up rows take a fresh process each time. "Floor" is what no implementation in fp32 arithmetic gets below: the operations of the products at
 the rate of a large fp32 product, then the bytes of the optimizer's step at the bandwidth of a large change in place (the bytes alone where there
-are no products), both rates at their best in the row's process. A peer so slow that there is time for one step of it is known by that,
+are no products), both rates at their best in any row of the machine. Where bf16 is in hardware its products run faster than fp32's, and rows in
+bf16 may come out below it. A peer so slow that there is time for one step of it is known by that,
 its first, not warmed up ("1 round"): an indication, not a measurement. Peers are those at the same precision; a reference stands there
 for orientation.
 """
@@ -25,12 +26,24 @@ FEW = 5  # fewer rounds than this are marked
 def render(*results: dict[str, Any]) -> str:
     """The whole page, from files of results alone, each of one kind of CPU."""
     parts = [HEAD]
-    measured = [list(r["rows"].values()) for r in results if r["rows"]]
+    measured = [with_floors(list(r["rows"].values())) for r in results if r["rows"]]
     if not measured:
         return HEAD + "\nNothing has been measured yet.\n"
     for rows in measured:
         parts += ["## Where halfstep stands" + on(rows[0]), table(SUMMARY, summary(rows)), "### The machine", machines(rows)]
     return "\n\n".join([*(p.strip() for p in parts), *(section(row) for rows in measured for row in rows)]) + "\n"
+
+
+def with_floors(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with floors by the best rates that any of the machine saw: in a row that others disturbed rates are too low, and floors too high."""
+    made = []
+    for row in rows:
+        alike = [r["rates"] for r in rows if all(r["machine"][k] == row["machine"][k] for k in ("name", "level", "threads"))]
+        best, own = {k: max(rates[k] for rates in alike) for k in ("bandwidth", "products")}, row["rates"]
+        products = row.get("work", {}).get("operations", 0)
+        fixed, per, less = products / best["products"], own["bandwidth"] / best["bandwidth"], products / own["products"]
+        made.append(row | {"contenders": [c | {"floor": c["floor"] and fixed + (c["floor"] - less) * per} for c in row["contenders"]]})
+    return made
 
 
 def on(row: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.suite import result
 from benchmarks.suite.__main__ import PAGE, RESULTS
 from benchmarks.suite.method import Claim, Excluded, Taken
-from benchmarks.suite.page import in_terminal, render, standing, table
+from benchmarks.suite.page import in_terminal, render, standing, table, with_floors
 from benchmarks.suite.result import files, merged, place, read, row_of, write
 from benchmarks.suite.rows import ROWS
 
@@ -55,6 +55,23 @@ def test_a_page_has_the_ratio_the_verdict_the_excluded_and_the_machine():
     assert "| slow | 1,500 |  | 0.067 | (1) | 50 | 3.000, 2.900 |" in page
     assert "CPU (AVX2; no 16-bit format in hardware), 2 threads" in page
     assert "0.067, first" in page
+
+
+def test_floors_are_of_the_best_rates_that_the_machine_showed():
+    disturbed, quiet, another = record(), record("two"), record("three")
+    for row, factor in ((disturbed, 0.5), (quiet, 1), (another, 4)):
+        row["rates"] = {"bandwidth": 2e10 * factor, "products": 1e11 * factor}
+    another["machine"] = another["machine"] | {"name": "another CPU"}
+    disturbed["work"] = {"operations": 2e9}  # 40 of its 50 ms; 20 ms when nobody disturbs, and 5 ms for the bytes
+    found = [row["contenders"][0]["floor"] for row in with_floors([disturbed, quiet, another])]
+    assert found == pytest.approx([0.025, 0.05, 0.05])
+
+
+def test_a_floor_that_fp32_gets_below_is_none():
+    for file in files(RESULTS):
+        for row in with_floors(list(read(file)["rows"].values())):
+            fp32 = [c for c in row["contenders"] if c["floor"] and ("bf16" not in row["machine"]["native"] or "fp32" in c["name"])]
+            assert all(c["median"] > c["floor"] for c in fp32), row["name"]
 
 
 def test_rows_of_several_days_are_named():
