@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 KINDS = ("weights", "residuals", "gradients", "states", "buffers", "casts", "activations", "temporary")
@@ -23,11 +23,10 @@ LARGEST = 5  # modules that are told
 
 @dataclass(frozen=True)
 class Saving:
-    """A setting that would change the peak, and the peak with it, in bytes. note: what else is to be known."""
+    """A setting that would lower the peak, and the peak with it, in bytes."""
 
     setting: str
     peak: int
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class MemoryPlan:
     savings: tuple[Saving, ...] = ()
     measured: bool = False
     about: str = ""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, int]:
         """Bytes by kind, and the peak, as plain numbers: what stands in memory.json."""
@@ -79,13 +78,8 @@ class MemoryPlan:
             lines += ["", "most kept for the backward pass:"]
             lines += [f"  {name or 'the model itself'}  {n / size:.2f} {unit} ({n / max(self.activations, 1):.0%})" for name, n in self.modules]
         if self.savings:
-            lines += ["", "what would change it:"]
-            for s in self.savings:
-                delta = s.peak - self.peak
-                note = f" ({s.note})" if s.note else ""
-                lines.append(
-                    f"  {s.setting}  {s.peak / size:.2f} {unit} at the peak, {abs(delta) / size:.2f} {'more' if delta > 0 else 'less'}{note}"
-                )
+            lines += ["", "what would lower it:"]
+            lines += [f"  {s.setting}  {s.peak / size:.2f} {unit} at the peak, {(self.peak - s.peak) / size:.2f} less" for s in self.savings]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 

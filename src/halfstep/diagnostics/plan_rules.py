@@ -130,7 +130,7 @@ def _why(o: Offence, policy: Policy, by_part: bool) -> str:
     value = o.far.largest
     end = f"{form.name} ends at {form.largest:,.0f}" if form.largest < 1e6 else f"{form.name} ends at {number(form.largest)}"
     if by_part:
-        what = f"{o.module or 'the model'} ({o.op}{', ' + o.source if o.source else ''}) adds up its outputs to {number(value)}"
+        what = f"{o.module or 'the model'} ({o.op}{', ' + o.source if o.source else ''}) makes {number(value)} of its outputs"
     else:
         what = f"{'it reads values up to' if o.read else 'it multiplies values up to' if read else 'outputs reach'} {number(value)}"
     room = "" if value > form.largest else f": a growth by {number(form.largest / value)} overflows, and {GROWTH:g} are allowed for"

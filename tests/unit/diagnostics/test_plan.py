@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -110,18 +111,34 @@ def test_a_sum_of_a_modules_own_code_holds_the_part_that_makes_it_fp32() -> None
     assert found.tried[-1].loss_error < 0.02
 
 
-def test_code_of_the_model_itself_cannot_be_held_and_is_told_with_its_line() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+class Root(nn.Module):
+    """Makes values beyond fp16's range in the code of the model itself."""
 
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self.norm((self.layer(x) * 300.0) * 300.0).square().mean()
+    def __init__(self, later: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.later = nn.Linear(8, 8), nn.LayerNorm(8), later
 
-    found = halfstep.plan(Root(), batches(), precision=["fp32", "fp16-mixed"], rounds=0)
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        made = self.layer(x) * (300.0 if self.later else 9e4)
+        made = made * 300.0 if self.later else made  # of what is no part's output any more
+        return self.norm(made).square().mean()
+
+
+def root(later: bool) -> Root:
+    torch.manual_seed(0)
+    return Root(later)
+
+
+def test_code_of_the_model_itself_is_mended_by_the_part_that_makes_it_fp32_or_told_with_its_line() -> None:
+    (held,) = planned(root(later=False)).held
+    assert held.module == "layer"
+    assert re.match(r"the model \(mul, test_plan.py:\d+\) makes 1\.\d+e\+05 of its outputs, fp16 ends at 65,504", held.why)
+    found = planned(root(later=True), ["fp32", "fp16-mixed"])
+    assert found.precision == "fp32"
     tried = found.candidate("fp16-mixed")
-    assert tried.held or any("test_plan.py:" in text for text in tried.unheld), str(found)
+    told, *_ = tried.unheld
+    assert re.match(r"test_plan.py:\d+: code of the model itself \(Root\) makes fp16 values by itself: .* Compute this line in fp32", told), told
+    assert tried.problem.startswith("the loss is not finite; test_plan.py:"), tried.problem
 
 
 def test_constants_hold_every_module_that_has_them() -> None:
