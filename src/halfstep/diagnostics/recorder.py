@@ -59,9 +59,9 @@ class Recorder(NoRecorder):
     recorder into checkpoints too (`accelerator.register_for_checkpointing`), and it drops what a resumed run gives up. batch: how large one is, as
     text. trackers: objects of `halfstep.tracking`, or a function that gives them: those that can (TensorBoard) show the samples.
 
-    Nothing is read from the device but in a sampled step, once, and for a line of metrics.jsonl. The numbers of a run are not changed. Only the main
-    process of an Accelerator writes. Raises ConfigError for a folder with records that are not to be gone on with, CheckpointError when the disk is
-    full.
+    Nothing else is read from the device but in a sampled step, once, and for a line of metrics.jsonl. The numbers of a run are not changed.
+    Only the main process of an Accelerator writes. Raises ConfigError for a folder with records that are not to be gone on with, CheckpointError
+    when the disk is full.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 State = Literal["good", "watch", "bad", "unknown"]
@@ -114,7 +114,6 @@ class Document:
     lead: str
     runs: tuple[str, ...]
     sections: tuple[Section, ...]
-    facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def charts(self) -> list[Chart]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.amp import pins, unpin
 from halfstep.checkpoint import capture, read_manifest, restore
 from halfstep.errors import ConfigError
 from halfstep.optim import full_values, master_of
@@ -57,6 +58,7 @@ class FittingBatch(FixedBatch):
         self.asked = size
         self._weights: dict[str, Any] = {}
         self._random: dict[str, Any] = {}
+        self._pinned: set[str] = set()
 
     def begin(self, model: nn.Module, checkpoint: Path | None) -> None:
         """Keep what a new attempt begins with. A run that goes on keeps the size that its checkpoint was made with."""
@@ -67,6 +69,7 @@ class FittingBatch(FixedBatch):
         state = model.state_dict() | masters
         self._weights = {name: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for name, v in state.items()}
         self._random = capture()
+        self._pinned = {p.module for p in pins(model)}
 
     def shrink(self, model: nn.Module, error: BaseException) -> None:
         """Halve the size and put the model and the random states back. Raises ConfigError when a single sample does not fit."""
@@ -78,6 +81,7 @@ class FittingBatch(FixedBatch):
         self.size, self.tried = self.size // 2, self.tried + 1
         logger.warning("a step did not fit into memory: the run begins again with batches of %d samples instead of %d", self.size, self.asked)
         model.zero_grad()
+        unpin(model, [p.module for p in pins(model) if p.module not in self._pinned])  # rules.yaml has them, which the new attempt follows and logs
         model.load_state_dict(self._weights)
         restore(self._random)
         error.__traceback__ = None  # it holds the tensors of the step

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, T5Config
 
 from halfstep import Trainer, TrainerCallback, TrainingArguments
+from halfstep.amp import pins
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.fitting import is_out_of_memory
 from halfstep.trainer.neftune import input_embeddings
@@ -233,6 +234,23 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_run_is_that_of_the_smaller_
     again = arguments(tmp_path / "c", per_device_train_batch_size=16, auto_find_batch_size=True, **settings)
     Trainer(resumed, again, train_dataset=numbers()).train(str(tmp_path / "a" / "checkpoint-2"))
     assert same(found.state_dict(), resumed.state_dict())
+
+
+class Reaching(Scarce):
+    """One whose product is too large for fp16."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(x * 2.0**17, labels * 2.0**17)
+
+
+def test_modules_that_an_attempt_has_pinned_are_in_the_log_of_the_one_that_takes_its_place(tmp_path: Path) -> None:
+    asked = arguments(tmp_path, per_device_train_batch_size=8, auto_find_batch_size=True, precision="fp16-mixed", max_steps=4, save_strategy="no")
+    model = Reaching(most=4, after=4)
+    trainer = Trainer(model, asked, train_dataset=numbers())
+    trainer.train()
+    records = [r for r in trainer.state.log_history if "pinned" in r]
+    assert [p.module for p in pins(model)] == ["inner"] == records[0]["pinned"]
+    assert "rules.yaml says so" in records[0]["why"][0]
 
 
 def test_without_the_switch_or_with_one_sample_the_error_is_told(tmp_path: Path) -> None:
