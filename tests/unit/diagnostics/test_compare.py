@@ -329,7 +329,7 @@ REFUSED = {
     "a loss that is lost": (lambda: run_small(steps=3, seeds=2, optimizer=lambda p: torch.optim.SGD(p, lr=1e30)), "^at step [12] the loss is not"),
     "nothing applied": (lambda: run_small(loss=bent), "no step was applied under fp32"),
     "fp64": (lambda: run_small(dtype=torch.float64), "in fp64, which bf16-mixed leaves"),
-    "an unknown name": (lambda: run_small(optimizer="AdamV"), "AdamW"),
+    "an unknown name": (lambda: run_small(optimizer="AdamWW"), "Did you mean 'AdamW'"),
     "no optimizer": (lambda: run_small(optimizer=lambda p: None), "NoneType"),
     "LBFGS": (lambda: run_small(optimizer=torch.optim.LBFGS), "LBFGS"),
     "frozen": (frozen, "no parameter that is trained"),
