@@ -11,8 +11,11 @@ from typing import Any, get_args
 from halfstep.cli.subject import subject_of
 from halfstep.diagnostics.plan import plan
 from halfstep.diagnostics.plan_advice import Target
+from halfstep.errors import ConfigError
 
 USAGE = "halfstep plan [CONFIG.yaml] [--target FILE.py:FUNCTION] [--batches N] [--output plan.yaml] [--train-option value ...]"
+
+FLAGS = ("--fp16", "--bf16")  # of halfstep train; those of a configuration are left aside
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,6 +35,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="write the plan there")
     parser.add_argument("--json", action="store_true", help="for machines")
     options, rest = parser.parse_known_args(list(argv))
+    for token in rest:
+        if token.partition("=")[0] in FLAGS:
+            raise ConfigError(
+                f"{token} says what to train in, which is what the plan is to find", f"Write --precision {token[2:6]}-mixed to plan for it."
+            )
     subject = subject_of(options.target, rest, options.batches)
     found = plan(
         subject.model,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.amp import backward_context, bound_policy
+from halfstep.amp import backward_context, bound_policy, products_of
 from halfstep.amp.as_written import as_written
 from halfstep.amp.rehearsal import Rehearsal
 from halfstep.diagnostics.ranking import ranked
@@ -157,7 +157,9 @@ class _Run:
 
     def _backward(self, result: Tensor, scale: float) -> list[Tensor]:
         """The gradients of the leaves that the loss reaches, made without a trace on them."""
-        where: AbstractContextManager[Any] = backward_context(self.policy, device_of(self.model)) if self.policy is not None else nullcontext()
+        where: AbstractContextManager[Any] = (
+            backward_context(self.policy, device_of(self.model), products_of(self.model)) if self.policy is not None else nullcontext()
+        )
         leaves = walk(result).leaves
         wide = result.float() if result.dtype in HALF else result
         start = torch.full_like(wide, scale)

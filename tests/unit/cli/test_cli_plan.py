@@ -60,6 +60,8 @@ def test_a_target_is_planned_for_machines(capsys: pytest.CaptureFixture[str]) ->
         (["--batches", "0"], "--batches 0"),
         (["--precision", "fp61", *SMALL], "fp61"),
         (["--layer", "1"], "layer"),
+        (["--bf16"], "Write --precision bf16-mixed"),
+        (["--fp16=true"], "Write --precision fp16-mixed"),
     ],
 )
 def test_what_is_wrong_is_refused(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
