@@ -104,7 +104,10 @@ def test_a_model_may_be_wrapped_before_it_is_bound(precision: str) -> None:
     assert same(trained(stack, precision, None)[0], trained(stack, precision, {"first": True})[0])
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_reentrant": True}, {"context_fn": lambda: (nullcontext(), nullcontext())}], ids=str)
+CONTEXTS = {"context_fn": lambda: (nullcontext(), nullcontext())}
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_reentrant": True}, CONTEXTS], ids=["default", "reentrant", "contexts"])
 def test_statistics_move_once_in_a_step_also_of_norms_that_train_later(settings: dict) -> None:
     def statistics(again: bool) -> list[Tensor]:
         torch.manual_seed(0)
