@@ -15,8 +15,15 @@ from halfstep.policy import parse
 # torch warns about itself when it compiles
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("fresh_compiler")]
 CPU = torch.device("cpu")
-PRECISIONS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-lean", "fp16-lean", "bf16-true", "fp16-true"]
-QUICK = ("bf16-lean", "bf16-true")  # tests/unit/amp/test_autocast_compile.py has bf16-mixed
+PRECISIONS = [
+    "fp32",
+    "bf16-mixed",
+    "fp16-mixed",
+    "bf16-lean",
+    "fp16-lean",
+    *(f"{f}-true,products={p}" for f in ("bf16", "fp16") for p in ("native", "emulated")),
+]
+QUICK = ("bf16-lean", "bf16-true,products=emulated")  # tests/unit/amp/test_autocast_compile.py has bf16-mixed
 
 
 class Language(nn.Module):

@@ -24,10 +24,10 @@ logger = logging.getLogger("halfstep")
 def resolved(policy: Policy, device: torch.device, model: ModelFacts | None = None, why: str = "") -> Resolution:
     """`policy` checked against a device and a model, with how its products run there. why: a note, said before the others.
 
-    Asks for what was measured only where it decides something: on a CPU, under a policy with autocast that leaves it open.
+    Asks for what was measured only where it decides something: on a CPU, under a policy with 16-bit products that leaves it open.
     """
     facts = probe(device)
-    open_ = facts.kind == "cpu" and policy.is_mixed and policy.products == "auto"
+    open_ = facts.kind == "cpu" and policy.autocast != "fp32" and policy.products == "auto"
     found = resolve(policy, facts, model, emulated=emulated_families(policy.autocast) if open_ else None)
     return replace(found, notes=(why, *found.notes)) if why else found
 
@@ -79,9 +79,10 @@ def adopt_products(products: Products, model: nn.Module) -> None:
 def go_on_with(loaded: Loaded, policy: Policy, device: torch.device, products: Products, models: Sequence[nn.Module]) -> None:
     """Let products run as in the run that saved the checkpoint, which is then gone on with to the bit. One line says so where it makes a difference.
 
-    Nothing is done on a GPU, under a policy without autocast, and for a checkpoint that does not say. Raises CheckpointError for text that is none.
+    Nothing is done on a GPU, under a policy without 16-bit products, and for a checkpoint that does not say. One of a `*-true` run that does not name
+    its device either was made when such runs knew torch's own kernels only, which then go on. Raises CheckpointError for text that is none.
     """
-    saved = loaded.about.get("products", "")
+    saved = loaded.about.get("products", "") or ("native" if policy.whole and "device" not in loaded.about else "")
     mine = Products(policy.products).settled(policy, device)
     if not saved or not mine:
         return

@@ -98,7 +98,7 @@ class Saving(Preparing):
         if self._loaders:
             parts["loaders"] = {"ranks": self.ranks.gather_object([loader.state_dict() for loader in self._loaders])}
         own = {"policy": str(self.policy), "kinds": kinds_of(items), "versions": dict(self.resolution.device.versions)}
-        own["products"] = self._products.settled(self.policy, self.device)
+        own |= {"device": self.device.type, "products": self._products.settled(self.policy, self.device)}
         models = {name: item for name, item in items.items() if isinstance(item, nn.Module)}
         masters = masters_beside(models, self._optimizers)
         own["models"] = {name: facts_to_export(name, item, self._optimizers, masters) for name, item in models.items()}

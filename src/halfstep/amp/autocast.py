@@ -14,6 +14,7 @@ import torch
 from halfstep.amp.mode import Applied, Switched, Tables, current
 from halfstep.amp.ops import check_lists
 from halfstep.amp.routes import bare_island, tables
+from halfstep.amp.whole import low_products
 from halfstep.errors import ConfigError, suggest
 from halfstep.hardware import default_device, emulated_families, parse_device, probe
 from halfstep.policy import Policy, chosen, families_of, products_text
@@ -235,8 +236,8 @@ class Products:
         self.text = text
 
     def settled(self, policy: Policy, device: torch.device) -> str:
-        """The text with "auto" replaced by what was measured; "" where there is no choice: without autocast, and on a GPU."""
-        if not policy.is_mixed or device.type != "cpu":
+        """The text with "auto" replaced by what was measured; "" where there is no choice: without 16-bit products, and on a GPU."""
+        if policy.autocast == "fp32" or device.type != "cpu":
             return ""
         asked = families_of(self.text)
         return products_text(emulated_families(policy.autocast) if asked is None else asked)
@@ -256,12 +257,18 @@ def forward_context(policy: Policy, device: torch.device, products: Products | N
         parts.append(functools.partial(Fp32Products, policy.tf32))
     if policy.is_mixed:
         parts.append(functools.partial(_autocast_of, policy, device.type, products))
+    elif policy.whole and device.type == "cpu":
+        parts.append(functools.partial(_low_of, policy, products))
     return Region(*parts) if parts else _NOTHING
 
 
 def _autocast_of(policy: Policy, device_type: str, products: Products | None) -> autocast:
     text = policy.products if products is None else products.text
     return autocast(device_type, policy.dtype, ops=policy.ops, fp32_ops=policy.fp32_ops, half_ops=policy.half_ops, products=text)
+
+
+def _low_of(policy: Policy, products: Products | None) -> AbstractContextManager[Any]:
+    return low_products(policy.autocast, policy.products if products is None else products.text)
 
 
 def backward_context(policy: Policy, device: torch.device, products: Products | None = None) -> AbstractContextManager[Any]:
@@ -276,4 +283,6 @@ def backward_context(policy: Policy, device: torch.device, products: Products | 
         wanted = _autocast_of(policy, device.type, products)._tables()
         if wanted is not None:
             parts.append(functools.partial(Applied, device.type, wanted))
+    elif policy.whole and device.type == "cpu":
+        parts.append(functools.partial(_low_of, policy, products))
     return Region(*parts) if parts else _NOTHING

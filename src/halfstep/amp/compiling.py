@@ -17,6 +17,7 @@ from halfstep.amp.lean import before_compiled
 from halfstep.amp.mode import Applied, OpMode, Switched, Within
 from halfstep.amp.ops import HALF
 from halfstep.amp.settling import minded, settle
+from halfstep.amp.whole import low_products
 
 logger = logging.getLogger("halfstep")
 
@@ -26,7 +27,7 @@ NONE: dict[str, Any] = {}  # the pins of a model that has none
 BETWEEN = (
     *(getattr(block, name) for block in (autocast, Applied, Switched, Within) for name in ("__init__", "__enter__", "__exit__")),
     *(OpMode.__init__, OpMode.__torch_function__, OpMode.__enter__, OpMode.__exit__),
-    *(forward_context, minded, settle, upcast, cast_floating, before_compiled),
+    *(forward_context, low_products, minded, settle, upcast, cast_floating, before_compiled),
 )
 
 

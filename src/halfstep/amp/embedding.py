@@ -215,9 +215,8 @@ def with_embedding(tables: Tables) -> Tables:
 @functools.cache
 def _made(number: int) -> Tables:
     tables = numbered(number)
-    return Tables(
-        on={**tables.on, **ROUTE}, off={**tables.off, **ROUTE}, emulated=tables.emulated, island=tables.island and with_embedding(tables.island)
-    )
+    island = tables.island and with_embedding(tables.island)
+    return Tables(on={**tables.on, **ROUTE}, off={**tables.off, **ROUTE}, emulated=tables.emulated, island=island, low=tables.low)
 
 
 def _with_embedding(number: int) -> Tables:

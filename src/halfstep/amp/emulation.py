@@ -61,7 +61,7 @@ FAMILIES: Mapping[str, frozenset[Any]] = {  # functions whose 16-bit kernels are
 def is_active() -> bool:
     """Whether products are emulated in this thread; a second emulation inside would only repeat the work."""
     mode = current("cpu")
-    return mode is not None and mode.tables.emulated
+    return mode is not None and (mode.tables.emulated or bool(mode.tables.low))
 
 
 class Emulation(OpMode):

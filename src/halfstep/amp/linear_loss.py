@@ -119,19 +119,22 @@ def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torc
     on = torch.is_autocast_enabled(device) and torch.float64 not in given
     mode = current(device)
     wanted = torch.get_autocast_dtype(device) if on else torch.promote_types(*given)
-    return _decided(device, wanted, mode.tables.number if on and mode is not None else -1)
+    return _decided(device, wanted, on, mode.tables.number if mode is not None else -1)
 
 
-def _decided(device: str, dtype: torch.dtype, number: int) -> tuple[torch.dtype, bool]:
-    """number: of the tables that are in force, -1 for none."""
-    route = numbered(number).on.get(F.linear) if number >= 0 else None
-    emulated = route is ROUTES[F.linear] or route is rounded
+def _decided(device: str, dtype: torch.dtype, on: bool, number: int) -> tuple[torch.dtype, bool]:
+    """on: whether autocast is. number: of the tables that are in force, -1 for none."""
+    tables = numbered(number) if number >= 0 else None
+    route = tables.on.get(F.linear) if on and tables is not None else None
+    low = tables.low if not on and tables is not None else None  # inside a model that is in 16 bits as a whole
+    emulated = route is ROUTES[F.linear] or route is rounded or F.linear in (low or {})
     if route is not None and not emulated:
         return torch.float32, False  # the user's list has it in fp32
     if device != "cpu" or dtype not in HALF:
         return dtype, False
     # results of fp16's own kernels would be in fp16, and leave its range; where no policy is in force what was measured decides
-    return dtype, emulated or dtype == torch.float16 or (number < 0 and "matmul" in emulated_families("bf16"))
+    told = low is not None or (on and tables is not None)
+    return dtype, emulated or dtype == torch.float16 or (not told and "matmul" in emulated_families("bf16"))
 
 
 _decided._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in autocast

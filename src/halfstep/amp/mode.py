@@ -26,14 +26,22 @@ class Tables:
     """What a mode does to each function: `on` while autocast is on, `off` while it is off.
 
     emulated: products are rounded and run in fp32. island: the tables of a block inside in which autocast is switched off.
+    low: inside a model that is in 16 bits as a whole, its products, while autocast is off and for what `off` leaves alone; None outside of one.
+    It makes no island of a block: what a nested block means goes by `on`, `off` and `island`.
     """
 
     def __init__(
-        self, on: Mapping[Any, Route] | None = None, off: Mapping[Any, Route] | None = None, emulated: bool = False, island: Tables | None = None
+        self,
+        on: Mapping[Any, Route] | None = None,
+        off: Mapping[Any, Route] | None = None,
+        emulated: bool = False,
+        island: Tables | None = None,
+        low: Mapping[Any, Route] | None = None,
     ) -> None:
-        self.on, self.off = dict(on or {}), dict(off or {})
+        self.on, self.off, self.low = dict(on or {}), dict(off or {}), low
+        self.without = {**(low or {}), **self.off}  # what is looked up while autocast is off
         self.emulated, self.island = emulated, island
-        self.acts_on, self.acts_off = bool(self.on), bool(self.off)
+        self.acts_on, self.acts_off, self.acts_without = bool(self.on), bool(self.off), bool(self.without)
         self.number = _reach.add(self)
 
 
@@ -47,7 +55,7 @@ class _Reach:
 
     def add(self, tables: Tables) -> int:
         with self._lock:
-            for route in (*tables.on.values(), *tables.off.values()):
+            for route in (*tables.on.values(), *tables.without.values()):
                 number = self.numbers.setdefault(route, len(self.numbers) + 1)
                 setattr(self, f"route_{number}", route)
             self.tables.append(tables)
@@ -64,7 +72,7 @@ def numbered(number: int) -> Tables:
 
 def _look_up(number: int, on: bool, func: Any) -> int:
     tables = _reach.tables[number]
-    return _reach.numbers.get((tables.on if on else tables.off).get(func, _look_up), 0)
+    return _reach.numbers.get((tables.on if on else tables.without).get(func, _look_up), 0)
 
 
 _look_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without a second of imports
@@ -118,8 +126,8 @@ class OpMode(TorchFunctionMode):
                 return result
         tables = self.tables
         route = tables.on.get(func)
-        if (route is not None or tables.acts_off) and not torch.is_autocast_enabled(self.device):
-            route = tables.off.get(func)
+        if (route is not None or tables.acts_without) and not torch.is_autocast_enabled(self.device):
+            route = tables.without.get(func)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
             if route is None and func not in OPENED:  # the common case, which this method shall cost little

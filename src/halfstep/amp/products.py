@@ -54,7 +54,7 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
         low = recycled.low(weight, x.dtype)
-        b, c = low.mT if turned else low, None if bias is None else narrow(bias, x.dtype)
+        b, c = low.detach().mT if turned else low, None if bias is None else narrow(bias, x.dtype)
         ctx.save_for_backward(x, b)
         ctx.turned, ctx.shape, ctx.form = turned, None if bias is None else tuple(bias.shape), None if bias is None else bias.dtype
         ctx.weight, ctx.version = weight, weight._version  # a leaf, which the graph does not hold together

@@ -21,7 +21,7 @@ from halfstep.diagnostics.audit_why import explained, rows_of
 from halfstep.diagnostics.under import device_of, refuse_fp64, refuse_lazy, under
 from halfstep.errors import ConfigError
 from halfstep.hardware import emulated_families, measured_rates, probe
-from halfstep.policy import Policy, from_flags, parse, resolve, select
+from halfstep.policy import PRESETS, Policy, from_flags, parse, resolve, select
 from halfstep.tracing.findings import HALF, short
 from halfstep.tracing.ledger import Op
 from halfstep.tracing.shapes import MULTIPLE
@@ -200,7 +200,8 @@ class _Look:
     def _under(self, policy: Policy, before: Sequence[Op], whole: float, held: tuple[str, ...]) -> Prediction:
         """The step of a run in fp32 as it would be under `policy`."""
         emulated = families(policy, emulated_families) if self.device.type == "cpu" else ()
-        all_emulated = replace(policy, products="emulated")
+        mixed = policy if policy.is_mixed else PRESETS[f"{policy.autocast}-mixed"]  # the same emulation, of the fp32 operands that it is timed with
+        all_emulated = replace(mixed, products="emulated")
         python = cost_of_emulation(lambda: forward_context(all_emulated, self.device)) if emulated else 0.0
         return predict(before, under_policy(before, policy, held, emulated), whole, self.device, self._modes(policy), python)
 

@@ -127,7 +127,7 @@ class _Follower:
         if self._is_held(op) or op.called in self.policy.fp32_ops or outside or (op.backward and self._was_wide(op)):
             return self._cast_to(op, have, torch.float32)
         family = FAMILY.get(op.base, "")
-        way: Way = "emulated" if family in self.emulated and self.policy.is_mixed else "as it is"
+        way: Way = "emulated" if family in self.emulated else "as it is"
         narrow = self.policy.dtype
         made = self._cast_to(op, have, narrow, way=way)
         if not op.backward:
@@ -189,7 +189,7 @@ def _widest_of(operands: Sequence[Operand], have: Sequence[torch.dtype]) -> torc
 
 def families(policy: Policy, known: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
     """The families of products that `policy` emulates on a CPU; known: those that are measured to be faster so, of a format."""
-    if not policy.is_mixed:
+    if policy.autocast == "fp32":
         return ()
     asked = families_of(policy.products)
     return known(policy.autocast) if asked is None else asked

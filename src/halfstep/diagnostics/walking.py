@@ -78,7 +78,7 @@ class _Frees(Heard):
 
 def walk_through(step: Step) -> Walked:
     """Walk through two steps, of which the first settles what a run's first step settles. Raises ConfigError where numbers decide what is done."""
-    if step.policy.is_mixed and step.device.type == "cpu":
+    if step.policy.autocast != "fp32" and step.device.type == "cpu":
         emulated_families(step.policy.autocast)  # measured where that was not done yet: nothing can be in here
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     ledger = Ledger(fake)

@@ -239,11 +239,6 @@ def _check_products(policy: Policy) -> None:
         raise ConfigError(f"products={policy.products} is another spelling of {canonical(policy.products)}", "Write that.")
     if policy.products != "auto" and policy.autocast == "fp32":
         raise ConfigError(f"products={policy.products} has no effect under {policy.preset}: everything is fp32 already", "Leave it out.")
-    if policy.products != "auto" and policy.whole:
-        raise ConfigError(
-            f"products={policy.products} has no effect under {policy.preset}: there is no autocast, torch's own kernels run",
-            f"Leave it out, or use {_twin(policy, policy.autocast, 'lean')}.",
-        )
 
 
 def _check_memory(policy: Policy, base: Policy) -> None:

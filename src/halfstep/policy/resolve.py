@@ -78,7 +78,7 @@ class Resolution:
     @property
     def _how(self) -> str:
         """How products run: on a CPU by the families that are emulated, elsewhere by the device's instructions."""
-        if self.device.kind == "cpu" and self.policy.is_mixed:
+        if self.device.kind == "cpu":
             return products_text(self.emulated)
         return "native" if self.device.is_native(self.policy.autocast) else "emulated"
 
@@ -110,12 +110,16 @@ def _named(families: Sequence[str]) -> str:
 
 def _emulated(policy: Policy, device: Capabilities, measured: Sequence[str] | None) -> tuple[str, ...]:
     """The families of products that a CPU emulates: as the policy says, else as measured, else all where it has no instructions."""
-    if device.kind != "cpu" or not policy.is_mixed:
+    if device.kind != "cpu" or policy.autocast == "fp32":
         return ()
     asked = families_of(policy.products)
     if asked is None and measured is None:
         return () if device.is_native(policy.autocast) else FAMILIES
     return asked if asked is not None else tuple(measured or ())
+
+
+def _native(s: Situation) -> str:
+    return _named([family for family in FAMILIES if family not in s.emulated])
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -186,11 +190,17 @@ RULES = (
     ),
     Rule(
         "emulated-cpu-whole",
-        lambda s: s.policy.whole and s.device.kind == "cpu" and not s.device.is_native(s.policy.autocast),
-        lambda s: f"this CPU has no {s.policy.autocast} instructions, so torch converts in every op",
         lambda s: (
-            f"It saves memory and is many times slower than fp32 (halfstep doctor: the rate of native {s.policy.autocast}); {s.policy.autocast}-lean "
-            "rounds operands and multiplies in fp32."
+            s.policy.whole
+            and s.device.kind == "cpu"
+            and s.policy.products != "auto"
+            and len(s.emulated) < len(FAMILIES)
+            and not s.device.is_native(s.policy.autocast)
+        ),
+        lambda s: f"this CPU has no {s.policy.autocast} instructions, so torch's own kernels, as {_native(s)} run, convert in every op",
+        lambda s: (
+            f"That may be many times slower than fp32 (halfstep doctor: the rate of native {s.policy.autocast}); without products= the faster way is "
+            "taken."
         ),
         refuse=False,
     ),

@@ -62,7 +62,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mode = current("cpu")
-        on = mode.tables.on if mode is not None else {}
+        on = {**mode.tables.on, **(mode.tables.low or {})} if mode is not None else {}
         self.seen.append((F.linear in on, F.conv1d in on))
         hidden = self.first(x).relu()
         return self.last(self.convolved(hidden.view(-1, 2, 32)).view(hidden.shape))
@@ -96,7 +96,7 @@ class Run:
         return list(self.accelerator.get_state_dict(self.model).values())
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-lean"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-lean", "fp16-true"])
 @pytest.mark.parametrize(("began", "goes_on"), [(NATIVE, EMULATED), (EMULATED, NATIVE)], ids=["native", "emulated"])
 def test_a_resumed_run_keeps_the_products_it_began_with_to_the_bit(
     machine: Machine,
@@ -171,16 +171,17 @@ def test_another_accelerator_for_the_same_model_goes_on_as_it_did(machine: Machi
         assert not is_active()
 
 
-def test_a_policy_that_says_how_products_run_is_obeyed(machine: Machine) -> None:
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp16-true"])
+def test_a_policy_that_says_how_products_run_is_obeyed(machine: Machine, preset: str) -> None:
     machine(NATIVE)
-    run = Run("bf16-mixed,products=emulated:convolution")
+    run = Run(f"{preset},products=emulated:convolution")
     run.steps(0)
     assert run.net.seen == [(False, True)]
     assert "(emulated:convolution)" in str(run.accelerator.resolution)
 
 
 @pytest.mark.usefixtures("_unmeasured")
-@pytest.mark.parametrize("precision", ["fp32", "bf16-true", "bf16-mixed,products=emulated", "fp16-mixed,products=native"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true,products=native", "bf16-mixed,products=emulated", "fp16-mixed,products=native"])
 def test_nothing_is_measured_where_nothing_is_left_open(precision: str, tmp_path: Path) -> None:
     run = Run(precision)
     run.steps(0)
@@ -194,6 +195,17 @@ def test_a_checkpoint_that_does_not_say_is_gone_on_with_as_measured(machine: Mac
     products = products_for(parse("bf16-mixed"))
     go_on_with(Loaded(Path("checkpoint-1"), about, {}), parse("bf16-mixed"), CPU, products, [])
     assert products.text == "auto"
+
+
+@pytest.mark.parametrize(("about", "text"), [({}, "native"), ({"products": ""}, "native"), ({"products": "", "device": "cuda"}, "auto")])
+def test_a_whole_16_bit_run_from_before_its_products_were_emulated_goes_on_natively(
+    machine: Machine, caplog: pytest.LogCaptureFixture, about: dict[str, str], text: str
+) -> None:
+    machine(EMULATED)
+    products = products_for(parse("fp16-true"))
+    go_on_with(Loaded(Path("checkpoint-1"), about, {}), parse("fp16-true"), CPU, products, [])
+    assert products.text == text
+    assert ("products run native as in the run of checkpoint checkpoint-1" in caplog.text) == (text == "native")
 
 
 def test_a_checkpoint_that_says_what_is_not_known_is_refused(machine: Machine) -> None:

@@ -1,6 +1,7 @@
 """Every routed product against torch.autocast on the same operands, and against fp64 with rounded operands.
 
-The emulation is opened explicitly, so that these tests say the same on any CPU.
+The emulation is opened explicitly, so that these tests say the same on any CPU. There are two ways into it: of fp32 operands under autocast, and of
+operands that are 16-bit themselves in the block of a `*-true` policy, in which nothing is cast.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.amp.emulation import ROUTES, Emulation
+from halfstep.amp import forward_context
+from halfstep.amp.emulation import FAMILIES, ROUTES, Emulation
+from halfstep.policy import parse
 
+FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = [torch.bfloat16, torch.float16]
 Shapes = list[tuple[int, ...]]
 Case = tuple[Callable[..., Tensor], Shapes]
@@ -98,9 +102,21 @@ def emulated(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
+def whole(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    return forward_context(parse(f"{FORMATS[dtype]}-true,products=emulated"), torch.device("cpu"))
+
+
+BLOCKS = {"autocast": emulated, "whole": whole}
+
+
 def operands(shapes: Shapes, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def given(shapes: Shapes, way: str, dtype: torch.dtype) -> list[Tensor]:
+    """The operands as they are in each of the `BLOCKS`."""
+    return operands(shapes) if way == "autocast" else [x.detach().to(dtype).requires_grad_() for x in operands(shapes)]
 
 
 def forward_and_gradients(
@@ -126,16 +142,24 @@ def test_every_route_has_a_case() -> None:
     assert set(CASES) == set(ROUTES) - {torch.lstm}, "LSTMs have a test of their own"
 
 
+def test_the_families_share_all_routes_out() -> None:
+    assert set(FAMILIES) == {"matmul", "convolution", "attention"}
+    assert frozenset.union(*FAMILIES.values()) == set(ROUTES)
+    assert sum(map(len, FAMILIES.values())) == len(ROUTES)
+    assert torch.lstm in FAMILIES["matmul"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("func", "case"), FLAT, ids=NAMES)
-def test_a_product_is_that_of_fp64_with_rounded_operands_and_one_rounding(func: Any, case: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", BLOCKS)
+def test_a_product_is_that_of_fp64_with_rounded_operands_and_one_rounding(way: str, func: Any, case: int, dtype: torch.dtype) -> None:
     function, shapes = CASES[func][case]
-    inputs = operands(shapes)
-    got = forward_and_gradients(function, inputs, dtype, emulated(dtype))
+    inputs = given(shapes, way, dtype)
+    got = forward_and_gradients(function, inputs, dtype, BLOCKS[way](dtype))
     wide = [x.detach().to(dtype).double().requires_grad_() for x in inputs]
     expected = forward_and_gradients(function, wide, dtype, nullcontext())
     assert got[0].dtype == dtype
-    assert all(g.dtype == torch.float32 for g in got[1:])
+    assert all(g.dtype == x.dtype for g, x in zip(got[1:], inputs, strict=True))
     assert all(torch.equal(g, g.to(dtype).to(g.dtype)) for g in got), "the results are 16-bit numbers"
     for one, exact in zip(got, expected, strict=True):  # half an eps is one rounding; fp32 sums add a little
         torch.testing.assert_close(one.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-5 * float(exact.abs().max()))
@@ -154,13 +178,15 @@ def test_a_product_is_torchs_within_a_rounding_of_each(func: Any, case: int, dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("func", "case"), FLAT, ids=NAMES)
-def test_the_products_really_run_in_fp32_and_twice_the_same(func: Any, case: int, dtype: torch.dtype) -> None:
+def test_the_products_really_run_in_fp32_and_the_same_in_either_block(func: Any, case: int, dtype: torch.dtype) -> None:
     function, shapes = CASES[func][case]
-    with Seen() as seen:
-        first = forward_and_gradients(function, operands(shapes), dtype, emulated(dtype))
-    assert seen.formats == {torch.float32}
-    second = forward_and_gradients(function, operands(shapes), dtype, emulated(dtype))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    found = []
+    for way, block in [*BLOCKS.items()] * 2:
+        with Seen() as seen:
+            found.append(forward_and_gradients(function, given(shapes, way, dtype), dtype, block(dtype)))
+        assert seen.formats == {torch.float32}
+    for other in found[1:]:
+        assert all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in zip(found[0], other, strict=True))
 
 
 def test_what_is_seen_without_emulation_is_16_bits() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.amp import attention, pieces
-from halfstep.amp.emulation import FAMILIES, ROUTES, Emulation
+from halfstep.amp import attention, forward_context, pieces
+from halfstep.amp.emulation import Emulation
+from halfstep.policy import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")  # torch's own, which pads likewise
 DTYPES = [torch.bfloat16, torch.float16]
@@ -26,6 +27,11 @@ def emulated(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
+def whole(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """For operands that are 16-bit themselves: the block of a model that is so as a whole, without autocast."""
+    return forward_context(parse(f"{'bf16' if dtype == torch.bfloat16 else 'fp16'}-true,products=emulated"), torch.device("cpu"))
+
+
 def operands(shapes: Shapes, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -36,11 +42,11 @@ def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], output
     return [output.detach(), *torch.autograd.grad(output, inputs, above.to(output.dtype))]
 
 
-def exact_and_got(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def exact_and_got(case: Case, dtype: torch.dtype, block: Callable[[torch.dtype], Any] = emulated) -> tuple[list[Tensor], list[Tensor]]:
     """In fp64 from operands rounded to `dtype`, and emulated: the output and the gradients."""
     function, shapes = case
-    inputs = operands(shapes)
-    with emulated(dtype):
+    inputs = [x if block is emulated else x.detach().to(dtype).requires_grad_() for x in operands(shapes)]
+    with block(dtype):
         output = function(*inputs)
     assert output.dtype == dtype
     got = with_gradients(function, inputs, output, dtype)
@@ -116,8 +122,9 @@ FORMS: dict[str, Case] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(FORMS))
-def test_one_rounding_of_fp32_sums_forward_and_backward(name: str, dtype: torch.dtype) -> None:
-    one_rounding(*exact_and_got(FORMS[name], dtype), dtype)
+@pytest.mark.parametrize("block", [emulated, whole], ids=lambda block: block.__name__)
+def test_one_rounding_of_fp32_sums_forward_and_backward(block: Any, name: str, dtype: torch.dtype) -> None:
+    one_rounding(*exact_and_got(FORMS[name], dtype, block), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -149,19 +156,20 @@ LARGE: dict[str, Case] = {  # the longest of n, k and m in turn, weights in rows
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(LARGE))
-def test_large_matrices_in_pieces_have_the_same_numbers(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block", [emulated, whole], ids=lambda block: block.__name__)
+def test_large_matrices_in_pieces_have_the_same_numbers(block: Any, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A size of 64 elements stands for the 4 million from which on products are cut up."""
-    exact, whole = exact_and_got(LARGE[name], dtype)
+    exact, uncut = exact_and_got(LARGE[name], dtype, block)
     monkeypatch.setattr(pieces, "WHOLE", 64)
     monkeypatch.setattr(pieces, "PIECE", 320)
     cut: list[int] = []
     monkeypatch.setattr(pieces, "_pieces", lambda *a, inner=pieces._pieces: cut.append(len(made := inner(*a))) or made)
     monkeypatch.setattr(pieces, "_batch_pieces", lambda *a, inner=pieces._batch_pieces: cut.append(len(made := inner(*a) or [])) or made)
-    _, got = exact_and_got(LARGE[name], dtype)
+    _, got = exact_and_got(LARGE[name], dtype, block)
     assert min(cut) > 1
     assert len(cut) == 2, "forward and backward"
     one_rounding(exact, got, dtype)
-    for one, other in zip(got, whole, strict=True):
+    for one, other in zip(got, uncut, strict=True):
         assert one.stride() == other.stride()
         torch.testing.assert_close(one, other, rtol=torch.finfo(dtype).eps, atol=1e-5 * float(other.abs().max()))
 
@@ -170,14 +178,14 @@ def test_large_matrices_in_pieces_have_the_same_numbers(name: str, dtype: torch.
 @pytest.mark.parametrize("name", ["columns", "rows", "sums"])
 def test_pieces_make_only_the_gradients_asked_for(name: str, needed: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     function, shapes = LARGE[name]
-    _, whole = exact_and_got(LARGE[name], torch.bfloat16)
+    _, uncut = exact_and_got(LARGE[name], torch.bfloat16)
     monkeypatch.setattr(pieces, "WHOLE", 64)
     monkeypatch.setattr(pieces, "PIECE", 320)
     inputs = [x.detach().requires_grad_(need) for x, need in zip(operands(shapes), needed, strict=True)]
     with emulated(torch.bfloat16):
         output = function(*inputs)
     torch.autograd.backward(output, torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype))
-    for x, need, expected in zip(inputs, needed, whole[1:], strict=True):
+    for x, need, expected in zip(inputs, needed, uncut[1:], strict=True):
         assert (x.grad is not None) == need
         if x.grad is not None:
             torch.testing.assert_close(x.grad, expected, rtol=2**-7, atol=1e-5 * float(expected.abs().max()))
@@ -388,10 +396,3 @@ def test_memory_that_is_used_again_is_used_by_one_product_at_a_time() -> None:
             outputs.append(F.linear(*inputs))
     for inputs, output, expected in zip(reversed(cases), reversed(outputs), reversed(alone), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(with_gradients(F.linear, inputs, output, torch.bfloat16), expected, strict=True))
-
-
-def test_the_families_share_all_routes_out() -> None:
-    assert set(FAMILIES) == {"matmul", "convolution", "attention"}
-    assert frozenset.union(*FAMILIES.values()) == set(ROUTES)
-    assert sum(map(len, FAMILIES.values())) == len(ROUTES)
-    assert torch.lstm in FAMILIES["matmul"]

@@ -46,7 +46,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "convolutions": lambda: (Pictures(), (torch.randn(2, 3, 8, 8), torch.randint(0, 8, (2,)))),
     "lookups": lambda: (Looks(), (torch.randint(0, 20, (8,)), torch.randint(0, 8, (8,)))),
 }
-PRECISIONS = ("bf16-mixed,products=native", "bf16-true", "bf16-mixed,products=native,fp32={last}")
+PRECISIONS = ("bf16-mixed,products=native", "bf16-true,products=native", "bf16-mixed,products=native,fp32={last}")
 
 
 def products(ops: Any, formats: Any) -> list[tuple[Any, ...]]:

@@ -18,6 +18,7 @@ from halfstep.diagnostics.audit_why import Row
 
 NATIVE = "bf16-mixed,products=native"
 EMULATED = "fp16-mixed,products=emulated"
+WHOLE = "fp16-true,products="
 LIBRARY = torch.library.Library("audited", "FRAGMENT")
 LIBRARY.define("twice(Tensor x) -> Tensor")
 LIBRARY.impl("twice", lambda x: (x @ x.mT) @ x, "CPU")
@@ -91,6 +92,7 @@ FAULTS: dict[str, tuple[str, Callable[[], nn.Module], str, Callable[[], nn.Modul
     ),
     "an emulated format": ("emulated", Net, EMULATED, Net, NATIVE, "Train in bf16-mixed", "first"),
     "weights cast each time": ("casts of weights", Net, NATIVE, Net, "bf16-true", "bf16-lean keeps them", "first"),
+    "emulated in a whole 16-bit model": ("emulated", Net, f"{WHOLE}emulated", Net, f"{WHOLE}native", "Train in bf16-mixed", "first"),
 }
 
 

@@ -49,7 +49,13 @@ def test_other_texts_are_refused_with_what_there_is(text: str, said: str) -> Non
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("preset", ["fp32", "tf32", "bf16-true", "fp16-true"])
+@pytest.mark.parametrize("preset", ["bf16-lean", "fp16-true"])
+def test_it_holds_for_every_precision_with_16_bit_products(preset: str) -> None:
+    for text in ("native", "emulated", "emulated:matmul"):
+        assert str(parse(f"{preset},products={text}")) == f"{preset},products={text}"
+
+
+@pytest.mark.parametrize("preset", ["fp32", "tf32"])
 def test_it_is_refused_where_there_is_no_choice(preset: str) -> None:
     assert parse(f"{preset},products=auto") == PRESETS[preset]
     for text in ("native", "emulated", "emulated:matmul"):

@@ -50,7 +50,12 @@ CASES = {
     "weights-other": (("fp32", A100, FP64_MODEL), ("fp32", A100, FP32_MODEL), ["1 (the first is 'a.weight')", "2 trainable"], ["model.float()"]),
     "emulated-gpu": (("bf16-mixed", T4, FP32_MODEL), ("fp16-mixed", T4, FP32_MODEL), ["Tesla T4", "7.5", "bf16"], ["fp16-mixed", "faster"]),
     "emulated-cpu": (("bf16-mixed", CPU, FP32_MODEL), ("bf16-mixed", CPU_BF16, FP32_MODEL), ["this CPU", "bf16"], ["not faster"]),
-    "emulated-cpu-whole": (("fp16-true", CPU_BF16, FP32_MODEL), ("bf16-true", CPU_BF16, FP32_MODEL), ["this CPU", "fp16"], ["fp16-lean"]),
+    "emulated-cpu-whole": (
+        ("fp16-true,products=native", CPU_BF16, FP32_MODEL),
+        ("bf16-true,products=native", CPU_BF16, FP32_MODEL),
+        ["this CPU", "fp16", "torch's own kernels, as products run"],
+        ["without products="],
+    ),
     "loaded-16-bit": (
         ("fp16-mixed", A100, FP16_MODEL),
         ("fp16-mixed", A100, FP32_MODEL),
