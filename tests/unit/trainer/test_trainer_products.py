@@ -51,17 +51,18 @@ def trainer(folder: Path, steps: int, **settings: Any) -> Trainer:
     return Trainer(Net(), TrainingArguments(str(folder), logging_strategy="no", **(defaults | settings)), train_dataset=DATA)
 
 
-def test_a_run_resumed_on_another_machine_is_the_same_to_the_bit(machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-true"])
+def test_a_run_resumed_on_another_machine_is_the_same_to_the_bit(machine: Machine, tmp_path: Path, precision: str) -> None:
     machine(5.0)
-    whole, first = trainer(tmp_path / "whole", 5, bf16=True), trainer(tmp_path / "run", 2, bf16=True)
+    whole, first = trainer(tmp_path / "whole", 5, precision=precision), trainer(tmp_path / "run", 2, precision=precision)
     whole.train()
     first.train()
     machine(0.1)
-    resumed = trainer(tmp_path / "run", 5, bf16=True)
+    resumed = trainer(tmp_path / "run", 5, precision=precision)
     resumed.train(resume_from_checkpoint=True)
     assert whole.model.seen == resumed.model.seen == {False}
     assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
-    anew = trainer(tmp_path / "anew", 1, bf16=True, save_strategy="no")
+    anew = trainer(tmp_path / "anew", 1, precision=precision, save_strategy="no")
     anew.train()
     assert anew.model.seen == {True}
 
