@@ -43,9 +43,9 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def straight(*tensors: Tensor) -> bool:
-    """Whether these are torch's own tensors and parameters, and of no subclass."""
+    """Whether these are torch's own tensors and parameters, of no subclass, and not sparse."""
     kinds = _places.kinds
-    return all(type(t) in kinds for t in tensors)
+    return all(type(t) in kinds and t.layout == torch.strided for t in tensors)
 
 
 class WalkedThrough:

@@ -135,6 +135,19 @@ def test_a_shape_that_does_not_fit_is_told_as_torch_tells_it() -> None:
                 call()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch says that CSR is new
+@pytest.mark.parametrize("size", [4, 300])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_matrices_are_multiplied_in_fp32_whatever_their_size(layout: torch.layout, size: int) -> None:
+    dense = torch.randn(size, size, generator=torch.Generator().manual_seed(1)) * torch.eye(size)
+    (x,) = randoms((size, 3))
+    with emulated():
+        output = torch.mm(dense.to_sparse(layout=layout), x)
+    output.float().sum().backward()
+    assert torch.equal(output, (dense.to(BF16).float() @ x.to(BF16).float()).to(BF16))
+    assert torch.equal(x.grad, dense.to(BF16).float().sum(0)[:, None].expand(size, 3))  # type: ignore[arg-type]
+
+
 def test_only_the_gradients_asked_for_are_made() -> None:
     a, b = randoms((3, 5), (5, 4))
     a.requires_grad_(False)

@@ -112,6 +112,29 @@ def test_a_planted_fault_is_a_reason_and_its_healthy_twin_has_none(name: str) ->
     assert one(told(healthy(), batch(64), other), cause) == []
 
 
+class Reads(Net):
+    """A table before the layers of a net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(512, 32), nn.LayerNorm(32)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(self.norm(self.table(ids)), labels)
+
+
+def test_lists_of_ops_are_a_remedy_only_where_a_precision_takes_them() -> None:
+    """A `*-true` precision refuses `half_ops=` and `ops=`, and its embeddings round fp32 sums."""
+    given = torch.arange(64), torch.zeros(64, dtype=torch.long)
+    for precision, said in (
+        (NATIVE, "half_ops= in the precision"),
+        (f"{WHOLE}native", "such sums would be lost"),
+        (f"{WHOLE}emulated", "would be lost"),
+    ):
+        (reason,) = one(told(Reads(), given, precision), "casts of the list")
+        assert said in reason.remedy
+
+
 def test_all_of_a_model_under_a_wide_rule_is_named_with_its_share_of_the_flops() -> None:
     (reason, *_) = told(Net(), batch(64), f"{NATIVE},fp32=first")
     assert reason.cause == "fp32 products"
