@@ -194,7 +194,7 @@ def _casts(rows: Sequence[Row], facts: Facts) -> list[Reason]:
         what = f"activations are cast between fp32 and 16 bits around ops that autocast runs in one of the two ({_percent(share)} of the step)"
         remedy = "half_ops= in the precision runs an op in 16 bits (half_ops=layer_norm), ops=device takes the device's own, shorter list on a CPU."
         if "-true" in facts.precision:  # no lists there
-            what = f"what is summed in fp32 is rounded, gradients of embeddings above all, and inputs and outputs are cast ({_percent(share)} of the step)"
+            what = f"sums in fp32 are rounded, gradients of embeddings above all, and inputs and outputs are cast ({_percent(share)} of the step)"
             remedy = "Nothing is to be mended: in 16 bits such sums would be lost."
         found.append(Reason("casts of the list", others[0].module, "to", what, remedy, share, share))
     return found
