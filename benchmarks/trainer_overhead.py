@@ -1,10 +1,10 @@
 """What does a library's own Python cost per step?
 
 A perceptron so small that its forward, backward and AdamW take well under a millisecond: what a Trainer or an Accelerator takes above the
-shortest loop by hand (fetch, forward, backward, clip to norm 1, fused AdamW, schedule) is its own work. All take turns in one process, the
-order flipped every round; each round gives the time above the loop's of that round, in microseconds, and the median over rounds is reported
-with its quartiles. halfstep.Trainer beside itself (A/A) says how noisy the machine was. Nobody logs, evaluates or saves. `ratio` is the overhead
-to that of the peer of the same kind; reach: at most 1.
+shortest loop by hand (fetch, forward, backward, clip to norm 1, fused AdamW, schedule) is its own work. Each has a process of its own; they take
+turns, the order flipped every round; each round gives the time above the loop's of that round, in microseconds, and the median over rounds is
+reported with its quartiles. halfstep.Trainer beside itself (A/A) says how noisy the machine was. Nobody logs, evaluates or saves. `ratio` is the
+overhead to that of the peer of the same kind; reach: at most 1.
 Run: python benchmarks/trainer_overhead.py [--rounds 40] [--seconds 60] [--precision fp32]
 """
 
@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread begins with the import of numpy: contenders are forked after it
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
 
 from benchmarks.suite import doors
 from benchmarks.suite.method import Contender, Taken, spread, take_turns
 from benchmarks.suite.nets import Job, perceptron
+from benchmarks.suite.workers import apart
 from halfstep.hardware import doctor
 
 LOOP = "loop by hand"
@@ -70,7 +73,8 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found, excluded = take_turns(contenders(perceptron(8), given.precision), given.rounds, given.seconds, needed=(LOOP,))
+    doors.imported()
+    found, excluded = take_turns(apart(contenders(perceptron(8), given.precision)), given.rounds, given.seconds, needed=(LOOP,))
     about = {"machine": doctor("cpu").as_dict(), "precision": given.precision, "rounds": max(len(t.values) for t in found)}
     print(json.dumps(about | report(found) | {"excluded": {e.name: e.reason for e in excluded}}, indent=1))
 

@@ -1,9 +1,9 @@
 """How long does a step of a model take that is in fp16 or bf16 as a whole, on this CPU?
 
-A GPT-2 style model of 23 M parameters on 1 x 128 tokens, whole steps in turns (fetch, forward, backward, clip, AdamW), in one process: halfstep's
-Trainer under a `*-true` precision as it is, again (A/A), and with `products=native`, by torch's own kernels; a plain torch loop on a model that was
-cast by hand; and plain torch in fp32 for orientation. The loss scale of fp16 is static, so that the first step is like the others: what takes longer
-than 5 s is measured by that one.
+A GPT-2 style model of 23 M parameters on 1 x 128 tokens, whole steps in turns (fetch, forward, backward, clip, AdamW), each contender in a process of
+its own: halfstep's Trainer under a `*-true` precision as it is, again (A/A), and with `products=native`, by torch's own kernels; a plain torch loop on
+a model that was cast by hand; and plain torch in fp32 for orientation. The loss scale of fp16 is static, so that the first step is like the others:
+what takes longer than 5 s is measured by that one.
 Run: python benchmarks/whole_16_bits.py [--format fp16] [--rounds 5] [--seconds 15]
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread begins with the import of numpy: contenders are forked after it
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from torch import nn
 from benchmarks.suite import doors, nets
 from benchmarks.suite.method import Contender, Turn, take_turns
 from benchmarks.suite.result import compared
+from benchmarks.suite.workers import apart
 from halfstep.hardware import doctor
 
 OURS, NATIVE, PLAIN = "halfstep.Trainer", "halfstep.Trainer, products=native", "plain torch, model cast by hand"
@@ -73,8 +75,9 @@ def main() -> None:
         ("plain torch, fp32", "reference", partial(doors.bare_loop, job)),
     ]
     load = os.getloadavg()[0]
+    doors.imported()
     taken, excluded = take_turns(
-        [Contender(name, make, role) for name, role, make in entries], options.rounds, options.seconds, needed=[NATIVE, PLAIN]
+        apart([Contender(name, make, role) for name, role, make in entries]), options.rounds, options.seconds, needed=[NATIVE, PLAIN]
     )
     print(f"{doctor('cpu').capabilities.name}, {torch.get_num_threads()} threads, torch {torch.__version__}, load before {load:.1f}")
     print("| | ms a step | ours to it | rounds | last loss |\n|---|---|---|---|---|")

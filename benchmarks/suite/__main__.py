@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def _in_process(name: str, options: argparse.Namespace, minutes: float) -> dict[
         passed = ["--rounds", str(options.rounds), "--minutes", str(minutes)]
         flags = [f"--{flag}" for flag in ("quick", "profile") if getattr(options, flag)]
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TRANSFORMERS_VERBOSITY": "error", "TMPDIR": folder}
+        environment |= {"OPENBLAS_NUM_THREADS": "1"}  # no thread begins with the import of numpy: workers are forked after it
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "halfstep-bench-compiled"))
         command = [sys.executable, "-m", "benchmarks.suite", "--one", name, "--out", str(out), *passed, *flags]
         begun, load = time.monotonic(), os.getloadavg()[0]
@@ -107,16 +109,17 @@ def _in_process(name: str, options: argparse.Namespace, minutes: float) -> dict[
 
 
 def _measure(options: argparse.Namespace, machine: Any) -> dict[str, Any]:
-    """Measure one row in this process."""
+    """Measure one row in this process and those that it forks."""
     from benchmarks.suite.result import today
     from benchmarks.suite.rows import ROWS, Given
+    from benchmarks.suite.workers import elsewhere
 
     row = next(r for r in ROWS if r.name == options.one)
-    rates = machine.rates(options.quick)
+    rates = elsewhere(partial(machine.rates, options.quick))
     # half the time of a row is imports, models and warming up
     given = Given(rates, options.rounds, 0.5 * 60 * options.minutes * row.share, options.quick)
     if options.profile:
-        profile(row, given)
+        elsewhere(partial(profile, row, given))
     found = row.measure(row, given)
     about = {"name": row.name, "title": row.title, "says": row.says, "unit": row.unit, "day": today(), "rounds": options.rounds}
     return about | {"machine": machine.about(), "rates": asdict(rates)} | found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.suite import doors, nets
 from benchmarks.suite.method import Contender, Excluded, take_turns
 from benchmarks.suite.result import row_of
+from benchmarks.suite.workers import apart
 
 if TYPE_CHECKING:
     from benchmarks.suite.rows import Given, Row
@@ -19,8 +20,12 @@ EAGER = "halfstep.Trainer, eager"
 
 
 def whole_steps(row: Row, given: Given) -> dict[str, Any]:
-    """A small GPT-2 in bf16. Time to compile is not counted. Without a C++ compiler nothing is compiled, and that is said."""
+    """A small GPT-2 in bf16, each contender in a process of its own. Time to compile is not counted. Without a C++ compiler nothing is compiled, and
+    that is said.
+    """
     import halfstep
+
+    doors.imported([*doors.LIBRARIES, "torch._inductor.compile_fx"])
 
     job = nets.gpt2(2, 16, layers=1, width=64, vocabulary=256) if given.quick else nets.gpt2(4, 64, layers=2, width=128, vocabulary=2048)
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -51,6 +56,6 @@ def whole_steps(row: Row, given: Given) -> dict[str, Any]:
         Contender("plain torch loop, eager", partial(doors.torch_loop, job, "bf16"), "reference" if compiler else "peer"),
     ]
     taken, excluded = take_turns(
-        [*compiled, *(ours[:1] if compiler else ours), *peers], given.rounds, given.seconds, slow=math.inf, patience=math.inf
+        apart([*compiled, *(ours[:1] if compiler else ours), *peers]), given.rounds, given.seconds, slow=math.inf, patience=math.inf
     )
     return row_of(taken, [*excluded, *absent], row.claims)

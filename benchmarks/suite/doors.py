@@ -1,18 +1,19 @@
 """The ways to train: the Trainers, and loops by hand with each library. Every one gives a `Turn` whose run is one whole optimizer step.
 
 A whole step is: fetch the batch, forward, backward, clip to norm 1, fused AdamW, schedule. A Trainer owns its loop, so it runs in a
-greenlet that is left at the end of every step and entered again for the next: the same thread as everybody else, hence
-the same allocator and the same OpenMP team, and no lock. What is timed is from one `on_step_end` to the next.
+greenlet that is left at the end of every step and entered again for the next: in the thread that it would have without, and no lock.
+What is timed is from one `on_step_end` to the next.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,24 @@ from benchmarks.suite.nets import Job
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 1_000_000  # a run's length on paper: nobody gets there
 RATE, NORM, SCALE = 1e-4, 1.0, 1024.0
+# Lightning Fabric is not among them: with its import it puts a function of its own in the place of torch.compile
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "torch._dynamo": (),  # by the first optimizer
+    "halfstep": ("Accelerator", "Trainer", "TrainerCallback", "TrainingArguments", "amp", "optim"),
+    "transformers": ("GPT2LMHeadModel", "Trainer", "TrainerCallback", "TrainingArguments"),
+    "accelerate": ("Accelerator",),
+    "numba": ("njit",),
+}
 Steps = Generator[Any, None, None]
+
+
+def imported(modules: Iterable[str] = tuple(LIBRARIES)) -> None:
+    """Import what is installed of these, and compute nothing: processes forked from this one share it (workers.py)."""
+    for module in modules:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            library = importlib.import_module(module)
+            for name in LIBRARIES.get(module, ()):
+                getattr(library, name)  # lazy in some: here it is loaded
 
 
 def by_loop(steps: Steps) -> Turn:

@@ -10,7 +10,8 @@ HEAD = """# Benchmarks on a CPU
 This page is made from `benchmarks/results/cpu-*.json`, a file for each kind of CPU; `make bench` measures all rows anew and writes both. One
 row again: `python -m benchmarks.suite --rows NAME --write`. Nothing here is typed by hand.
 
-**How.** Every row has a process of its own, and its contenders take turns in it, warmed up, the order flipped every round. Each round gives
+**How.** Every contender has a process of its own, so that what one sets up for its process (the C library's heap, threads, torch's flags) no other
+gets. They take turns, never two at once, warmed up, the order flipped every round. Each round gives
 one ratio between two contenders; the median over the rounds stands here with its quartiles. A Trainer runs its own loop, left and entered
 again at the end of every step. A/A is a second instance of ours against the first: a row counts when it is within 5 % of 1. Memory and
 start-up rows take a fresh process each time. "Floor" is what no implementation in fp32 arithmetic gets below: the operations of the products at

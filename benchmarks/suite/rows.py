@@ -12,6 +12,7 @@ from benchmarks.suite.machine import Rates
 from benchmarks.suite.method import Claim, Contender, Excluded, take_turns
 from benchmarks.suite.nets import Job
 from benchmarks.suite.result import row_of
+from benchmarks.suite.workers import apart, elsewhere
 
 # bytes that a parameter makes a step move: the gradient is written, read for the norm and read for the update; weight and moments are
 # read and written (4 bytes each; split weights 2 + 2, int8 states 1 + 1)
@@ -51,12 +52,15 @@ Entry = tuple[str, str, Callable[..., Any]]  # name, role, f(job) to a Turn
 def whole_steps(
     row: Row, given: Given, *, job: Callable[[bool], Job], entries: Sequence[Entry], absent: Sequence[Excluded] = (), moved: str = "mixed"
 ) -> dict[str, Any]:
-    """Whole optimizer steps, the contenders in turns. The floor is the same for all: operations at the fp32 rate, then the optimizer's bytes."""
+    """Whole optimizer steps, each contender in a process of its own, in turns. The floor is the same for all: operations at the fp32 rate, then
+    the optimizer's bytes.
+    """
+    doors.imported()
     made = job(given.quick)
-    operations, parameters = made.operations(), made.parameters()
+    operations, parameters = elsewhere(made.operations), elsewhere(made.parameters)
     floor = given.rates.floor(operations, parameters * MOVED[moved])
     contenders = [Contender(name, partial(make, made), role, floor) for name, role, make in entries]  # type: ignore[arg-type]
-    taken, excluded = take_turns(contenders, given.rounds, given.seconds, needed=[c.against for c in row.claims])
+    taken, excluded = take_turns(apart(contenders), given.rounds, given.seconds, needed=[c.against for c in row.claims])
     about = {"parameters": parameters, "operations": operations, "bytes": parameters * MOVED[moved]}
     return row_of(taken, [*excluded, *absent], row.claims) | {"work": about}
 

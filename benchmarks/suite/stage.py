@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,9 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import step_stage
+from benchmarks.suite.doors import imported
 from benchmarks.suite.machine import Rates
 from benchmarks.suite.method import Contender, Role, Taken, Turn, take_turns
 from benchmarks.suite.result import row_of
+from benchmarks.suite.workers import apart
 
 if TYPE_CHECKING:
     from benchmarks.suite.rows import Given, Row
@@ -28,6 +29,7 @@ ENTRIES: list[tuple[str, Role, str]] = [
     ("split, kernels alone", "ours", "split"),
     ("fp32 weights, kernels alone", "ours", "fp32"),
 ]
+USED = ("torch._dynamo", "numba")  # beside what is imported here
 GROWING = 4  # the first of these
 SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000, 135_000_000]
 COUNTS = [4, 20, 100, 400]
@@ -53,19 +55,22 @@ def contenders(tensors: int, size: int, rates: Rates, entries: Sequence[tuple[st
 
 
 def stage(row: Row, given: Given) -> dict[str, Any]:
-    """20 M parameters in 100 tensors."""
+    """20 M parameters in 100 tensors, each contender in a process of its own."""
+    imported(USED)
     tensors, size = (4, 1000) if given.quick else (TENSORS, 200_000)
-    taken, excluded = take_turns(contenders(tensors, size, given.rates), given.rounds, given.seconds, slow=math.inf, needed=[PEER])
+    taken, excluded = take_turns(apart(contenders(tensors, size, given.rates)), given.rounds, given.seconds, slow=math.inf, needed=[PEER])
     return row_of(taken, excluded, row.claims) | {"work": {"parameters": tensors * size, "tensors": tensors}}
 
 
 def by_parameters(row: Row, given: Given) -> dict[str, Any]:
     """Nanoseconds that a parameter more adds."""
+    imported(USED)
     return growth(row, given, [20_000, 40_000] if given.quick else SIZES, lambda n: (TENSORS, n // TENSORS), 1e9)
 
 
 def by_tensors(row: Row, given: Given) -> dict[str, Any]:
     """Microseconds that a tensor of 1,000 elements more adds."""
+    imported(USED)
     return growth(row, given, COUNTS[:2] if given.quick else COUNTS, lambda n: (n, SMALL), 1e6)
 
 
@@ -75,9 +80,8 @@ def growth(row: Row, given: Given, xs: Sequence[int], shape: Any, unit: float) -
     excluded: list[Any] = []
     for x in xs:
         made = contenders(*shape(x), given.rates, ENTRIES[:GROWING])
-        for taken in take_turns(made, min(given.rounds, MOST), AMPLE, slow=math.inf)[0]:
+        for taken in take_turns(apart(made), min(given.rounds, MOST), AMPLE, slow=math.inf)[0]:
             by_name.setdefault(taken.name, []).append(taken)
-        gc.collect()
     slopes = [sloped(xs, several, unit) for several in by_name.values()]
     series = [
         {"name": name, "x": list(xs), "median": (times := [statistics.median(t.known) for t in several]), "bend": bend(xs, times)}
