@@ -1,9 +1,9 @@
 """How long does a step of a model take that is in fp16 or bf16 as a whole, on this CPU?
 
 A GPT-2 style model of 23 M parameters on 1 x 128 tokens, whole steps in turns (fetch, forward, backward, clip, AdamW), each contender in a process of
-its own: halfstep's Trainer under a `*-true` precision as it is, again (A/A), and with `products=native`, by torch's own kernels; a plain torch loop on
-a model that was cast by hand; and plain torch in fp32 for orientation. The loss scale of fp16 is static, so that the first step is like the others:
-what takes longer than 5 s is measured by that one.
+its own: halfstep's Trainer under a `*-true` precision as it is, again (A/A), and with `products=native`, by torch's own kernels; a plain torch loop
+on a model that was cast by hand; and plain torch in fp32 for orientation. The loss scale of fp16 is static, so that the first step is like the
+others: what takes longer than 5 s is measured by that one.
 Run: python benchmarks/whole_16_bits.py [--format fp16] [--rounds 5] [--seconds 15]
 """
 
