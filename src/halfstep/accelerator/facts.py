@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import is_
 from typing import Any
 from weakref import ref
@@ -50,23 +49,32 @@ class Signature:
         lazy = torch.nn.parameter.is_lazy
         self.places = {name: Memory(p) for name, p in model.named_parameters() if p.dtype == torch.float32 and not lazy(p)}
         self.sixteen = {name: _fits_16_bits(p) for name, p in model.named_parameters() if name in self.places}  # as they were loaded
-        self.structure: list[tuple[nn.Module, dict[str, Any], dict[str, Any], list[Any]]] = []  # parts, with what was in them at the last whole look
-        self.memory: list[tuple[nn.Parameter, Memory, torch.dtype]] = []
+        self.structure: list[
+            tuple[nn.Module, dict[str, Any], dict[str, Any]]
+        ] = []  # parts, with the tables of what is in them, at the last whole look
+        self.contents: list[Any] = []  # of these tables
+        self.parameters: list[nn.Parameter] = []  # that have memory
+        self.memory: list[Memory] = []  # of these
+        self.dtypes: list[torch.dtype] = []
 
     def take_down(self, model: nn.Module) -> None:
         """Remember how the model is made and where its parameters lie, so that `is_as_it_was` can tell."""
-        parts = list(model.modules())
-        self.structure = [(m, m._modules, m._parameters, [*m._modules.values(), *m._parameters.values()]) for m in parts]
-        self.memory = [(p, Memory(p), p.dtype) for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
+        self.structure = [(m, m._modules, m._parameters) for m in model.modules()]
+        self.contents = self._contents()
+        self.parameters = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
+        self.memory, self.dtypes = [Memory(p) for p in self.parameters], [p.dtype for p in self.parameters]
+
+    def _contents(self) -> list[Any]:
+        return [item for _, modules, parameters in self.structure for table in (modules, parameters) for item in (*table.values(), table)]
 
     def is_as_it_was(self) -> bool:
         """Whether the same parameters stand in the same parts, in the same memory and dtype: then there is nothing new to refuse."""
-        for part, modules, parameters, before in self.structure:
-            if part._modules is not modules or part._parameters is not parameters or len(modules) + len(parameters) != len(before):
-                return False
-            if not all(map(is_, chain(modules.values(), parameters.values()), before)):
-                return False
-        return bool(self.structure) and all(p.dtype is dtype and place.holds(p) for p, place, dtype in self.memory)
+        if False in [part._modules is modules and part._parameters is parameters for part, modules, parameters in self.structure]:
+            return False
+        now = self._contents()
+        if len(now) != len(self.contents) or not all(map(is_, now, self.contents)) or [p.dtype for p in self.parameters] != self.dtypes:
+            return False
+        return bool(self.structure) and False not in [place.holds(p) for p, place in zip(self.parameters, self.memory, strict=True)]
 
 
 def refuse_changed(model: nn.Module, signature: Signature, optimizers: Sequence[Any]) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from halfstep.accelerator.position import EpochStart
 from halfstep.distributed import samples_of_last_round
 from halfstep.errors import ConfigError, DataError
+from halfstep.optim.quiet import clear
 from halfstep.step import StepResult
 
 logger = logging.getLogger("halfstep")
@@ -103,7 +104,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; nothing while a window is going on, also at the start of its last micro-batch."""
         if self.stepper.may_clear(self.optimizer):
-            self.optimizer.zero_grad(set_to_none)
+            clear(self.optimizer, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As on the optimizer inside."""
@@ -270,7 +271,9 @@ def _why_empty(loader: Any) -> str:
 def to_device(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in it on `device`. Containers keep their type; objects with a `.to` of their own are asked."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return value if value.device == device else value.to(device, non_blocking=True)
+    if type(value) is dict:
+        return {k: to_device(v, device) for k, v in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(v, device) for v in value))
     if isinstance(value, list | tuple):

@@ -203,6 +203,7 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unread, inside.unread = inside.unread, False  # those of modules inside are read
         if care == "masters" and (made := layout_of(self)) is not None:
             if not made.settled:
                 settle(self, made, forward, args, kwargs, torch.compiler.is_compiling())
@@ -219,7 +220,7 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
         else:
             with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type):
                 outputs = inner(self, *args, **kwargs)
-        return upcast(outputs) if policy.output == "fp32" else outputs
+        return upcast(outputs) if policy.output == "fp32" and not unread else outputs
 
     run.halfstep_under = forward  # type: ignore[attr-defined]  # read by discovery.forward_of, and by pins
     run.halfstep_block = block  # type: ignore[attr-defined]

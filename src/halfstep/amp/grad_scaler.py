@@ -257,7 +257,7 @@ class GradScaler:
 
     def join_ranks(self) -> None:
         """Make gradients the mean over ranks now, if they are to be; it is done before they are judged in any case."""
-        self._engine.state.join_ranks(None)
+        self._engine.state.join_ranks()
 
     def on_applied(self, optimizer: Optimizer, function: Callable[[], object]) -> None:
         """Call `function()` after each step that was applied: an EMA of the weights, a counter."""
@@ -364,7 +364,7 @@ class GradScaler:
         kind = loss.device.type
         if self.device is None:
             self.device = kind
-        elif parse_device(self.device).type != kind:
+        elif self.device != kind and parse_device(self.device).type != kind:
             raise ConfigError(
                 f"this GradScaler was made for {self.device!r} and the loss is on {kind!r}",
                 "Leave the device out (it is taken from the first loss), or move the model and the data.",

@@ -40,6 +40,7 @@ class Tables:
     ) -> None:
         self.on, self.off, self.low = dict(on or {}), dict(off or {}), low
         self.without = {**(low or {}), **self.off}  # what is looked up while autocast is off
+        self.acted = frozenset((*self.on, *self.without, *OPENED))  # the functions that something is done to
         self.emulated, self.island = emulated, island
         self.acts_on, self.acts_off, self.acts_without = bool(self.on), bool(self.off), bool(self.without)
         self.number = _reach.add(self)
@@ -93,6 +94,7 @@ class Inside(threading.local):
 
     backward: number of the backward pass in which that forward pass is computed again, -1 for none. around: policy and joins around it.
     begun_under: the hooks on saved tensors that were there when it began: an activation checkpoint around it.
+    unread: nobody reads the outputs of the bound module that is called next, but for its loss.
     """
 
     def __init__(self) -> None:
@@ -102,6 +104,7 @@ class Inside(threading.local):
         self.backward = -1
         self.around: tuple[Any, Joins | None] = (None, None)
         self.begun_under: Any = None
+        self.unread = False
 
 
 inside = Inside()
@@ -120,6 +123,8 @@ class OpMode(TorchFunctionMode):
             number = _look_up(self.tables.number, torch.is_autocast_enabled(self.device), func)
             return self._run(getattr(_reach, f"route_{number}") if number else None, func, args, kwargs or {})
         joins = inside.joins
+        if joins is None and func not in self.tables.acted and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            return func(*args, **kwargs) if kwargs else func(*args)  # the common case, which this method shall cost little
         if joins is not None and joins.touches(self.device, func, args, kwargs):
             done, result, args, kwargs = joins.settled(func, args, kwargs or {})
             if done:
@@ -130,7 +135,7 @@ class OpMode(TorchFunctionMode):
             route = tables.without.get(func)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
-            if route is None and func not in OPENED:  # the common case, which this method shall cost little
+            if route is None and func not in OPENED:
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._run(route, func, args, kwargs or {})
         # activation checkpointing: a tensor saved now is made again when it is unpacked, which is in the backward pass and may be outside this block
@@ -249,6 +254,19 @@ class Within:
 
     def __exit__(self, *_: Any) -> None:
         inside.policy, inside.joins, inside.backward, inside.around, inside.begun_under = self._before
+
+
+class Unread:
+    """The block in which nobody reads the outputs of the bound module that is called first, but for its loss: they are left in the format they have.
+
+    Casting them up takes the memory of the outputs twice over, which of a language model are the logits.
+    """
+
+    def __enter__(self) -> None:
+        inside.unread = True
+
+    def __exit__(self, *_: Any) -> None:
+        inside.unread = False
 
 
 @functools.cache

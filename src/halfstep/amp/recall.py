@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -19,8 +19,7 @@ from halfstep.amp.rehearsal import Rehearsal
 AT_MOST = 64  # forward passes that are remembered; a window of more is looked at from its newest
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One forward pass: what the model was given, the random states it began with, and the autocast block it stood in."""
 
     model: ref[nn.Module]
@@ -69,9 +68,11 @@ class InputsChanged(Exception):  # noqa: N818  an answer of `again`, not a fault
     """A forward pass cannot be run again as it was."""
 
 
-def versions(*values: Any) -> tuple[int, ...]:
-    """How often each of the tensors in some values was written to."""
-    return tuple(t._version for t in tensors(values) if not t.is_inference())
+def versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """How often each of the tensors in some arguments was written to."""
+    if not args and kwargs and {*map(type, kwargs.values())} == {torch.Tensor}:  # what most models are given
+        return tuple([t._version for t in kwargs.values() if not t.is_inference()])
+    return tuple(t._version for t in tensors((args, kwargs)) if not t.is_inference())
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Sampler:
 
     def sampled(self) -> tuple[Any, ...]:
         """The last measurements of each model, still on the device."""
-        return tuple(m.last for m in self._models if m.last is not None)
+        return tuple([m.last for m in self._models if m.last is not None])
 
     def outputs(self) -> tuple[tuple[str, float], ...]:
         """(module, largest |output| / largest finite number of its format) in the last sampled forward pass: the 8 worst, worst first.
@@ -119,29 +119,31 @@ class _Watched:
 
     def begin(self, model: nn.Module) -> None:
         """A forward pass begins: put hooks on all parts if it is one to be looked at."""
-        if model is self.model():
+        sampler = self.sampler()
+        if self._handles and model is self.model():
             self.leave()  # of a call that was broken off
+        if sampler is None or (sampler.number is not None and not self._is_due_at(sampler, sampler.number())):
+            return
         if model is not self.model() or not model.training or not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None:
             return
         if torch._C._current_graph_task_id() != -1:  # computed again in a backward pass
             return
-        if not self._is_due():
+        if not self._is_due(sampler):
             return
         self._handles = [part.register_forward_hook(partial(self._measure, name)) for name, part in _eager_parts(model)]
         self._handles.append(model.register_forward_hook(self._end))
 
-    def _is_due(self) -> bool:
-        sampler = self.sampler()
-        if sampler is None:
-            return False
+    def _is_due(self, sampler: Sampler) -> bool:
+        """Whether this call is to be sampled, which is then taken for done."""
         self.calls += 1
         if sampler.number is None:
             return self.calls == 1 or self.calls % sampler.every == 0
-        step = sampler.number()
-        due = self.again or (step != self.sampled_at and (step == 1 or step % sampler.every == 0))
-        if due:
-            self.sampled_at, self.again = step, False
-        return due
+        self.sampled_at, self.again = sampler.number(), False
+        return True
+
+    def _is_due_at(self, sampler: Sampler, step: int) -> bool:
+        """Whether a call in the step of that number is to be sampled."""
+        return self.again or (step != self.sampled_at and (step == 1 or step % sampler.every == 0))
 
     def _measure(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """A part has given its output."""

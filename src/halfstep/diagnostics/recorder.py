@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ from halfstep.step.watching import NoRecorder
 EVERY, LOG_EVERY = 100, 10
 
 
-@dataclass(frozen=True, eq=False)
-class _Taken:
+class _Taken(NamedTuple):
     """A step, and what was measured of it, until it is told."""
 
     result: StepResult
@@ -149,10 +148,12 @@ class Recorder(NoRecorder):
         its update(): a fall of the scale tells that the step was skipped. scale: the one after it, where the scaler is not the recorder's source;
         of the first step it is then not known whether it was skipped, which an event says.
         """
-        checked_step(result, loss)
+        if type(result) is not StepResult or loss is not None:
+            checked_step(result, loss)
         if self._ended:
             return
-        self._tell()
+        if self._waiting:
+            self._tell()
         taken, self._gradients = self._gradients, []
         if isinstance(result, StepResult):
             known = not isinstance(result, DeferredResult)
@@ -175,9 +176,11 @@ class Recorder(NoRecorder):
             spreads, self._sampled = (*spreads, *self._others(number)), number
         if not self._ledger.measured and (not known or result):
             self._ledger = replace(self._ledger, measured=bytes_of(self._model, map(inner, self._optimizers)))
-        self._waiting.append(_Taken(result, number, spreads, _as_tensor(loss) if self._log_every else None, scale))
+        step = _Taken(result, number, spreads, _as_tensor(loss) if self._log_every else None, scale)
         if known:
-            self._tell()
+            self._tell_one(step)
+        else:
+            self._waiting.append(step)
 
     def _number_of(self, result: StepResult) -> int:
         return result.watch.step if result.watch is not None else self._counts["applied"] + 1
@@ -199,12 +202,16 @@ class Recorder(NoRecorder):
         """Write down the steps whose results are known by now."""
         waiting, self._waiting = self._waiting, []
         for taken in waiting:
-            result = taken.result.settled()
-            number = taken.number if taken.number is not None else self._number_of(result)
-            self._tell_step(result, number, taken)
-            if result:
-                self._tell_sample(result, number, taken.spreads)
-                self._tell_metrics(result, number)
+            self._tell_one(taken)
+
+    def _tell_one(self, taken: _Taken) -> None:
+        result = taken.result.settled()
+        number = taken.number if taken.number is not None else self._number_of(result)
+        self._tell_step(result, number, taken)
+        if result and taken.spreads:
+            self._tell_sample(result, number, taken.spreads)
+        if result and self._log_every:
+            self._tell_metrics(result, number)
 
     def _tell_step(self, result: StepResult, number: int, taken: _Taken) -> None:
         first, scales = self._scale is None, taken.scale is not None or (self._scaler is not None and self._scaler.is_enabled())
@@ -231,8 +238,6 @@ class Recorder(NoRecorder):
             self._write(RunEvent(number, "note", "gradients are not sampled", WHY["released"]))
 
     def _tell_sample(self, result: StepResult, number: int, spreads: tuple[tuple[str, Spread], ...]) -> None:
-        if not spreads:
-            return
         moved = result.watch.moved if result.watch is not None and result.watch.moved is not self._moved else None
         samples, more = read(spreads, [] if moved is None else [moved])
         for event in self._alarms.close(samples):
@@ -251,7 +256,7 @@ class Recorder(NoRecorder):
         self._show_layers(samples, number)
 
     def _tell_metrics(self, result: StepResult, number: int) -> None:
-        if not self._log_every or number % self._log_every:
+        if number % self._log_every:
             return
         total, count = self._losses
         record: dict[str, Any] = {"step": number, "loss": float(total) / count} if total is not None else {"step": number}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 from halfstep.kernels import loops, pool, rules
-from halfstep.kernels.codes import FORMATS
+from halfstep.kernels.codes import EXACT, FORMATS, KAHAN, SPLIT, STATE_FP32, STATE_NONE
 from halfstep.kernels.items import Item, check, is_dense, kinds, places
 from halfstep.kernels.rows import ROW as ROW
 from halfstep.kernels.rows import keys, tables
@@ -46,6 +46,8 @@ class Plan:
         self._places = np.array([places(item) for item in self.items], dtype=np.int64).reshape(-1, 6)
         self._kinds = np.array([kinds(item) for item in self.items], dtype=np.int32).reshape(-1, 4)
         self._parameters = np.array([item.parameter & WORD for item in self.items], dtype=np.uint32)
+        self._draws = not {*self._kinds[:, 0]} <= {EXACT, SPLIT, KAHAN} or not {*self._kinds[:, 2:].flat} <= {STATE_FP32, STATE_NONE}
+        self._unused = np.zeros((len(self.items), 2), dtype=np.uint32)  # the keys of noise that nobody draws
         self._chunks, self._ends = cut(tuple(item.weight.numel() for item in self.items))
 
     def run(self, gradients: Sequence[Tensor | None], steps: Sequence[Settings], factor: float = 1.0, noise_step: int = 0) -> None:
@@ -60,7 +62,7 @@ class Plan:
 
     def launch(self, addresses: Table, forms: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], noise_step: int) -> None:
         """`run` without looking: addresses of gradients (0: none), their formats, the `row` of each item, and the step of the noise."""
-        noise = keys(self._seed, self._parameters, noise_step)
+        noise = keys(self._seed, self._parameters, noise_step) if self._draws else self._unused
         chunks, ends, driver = self._chunks, self._ends, rules.DRIVERS[self.rule]
         if not addresses.all():
             chunks = chunks[addresses[chunks[:, 0]] != 0]
@@ -81,25 +83,27 @@ def squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     NaN gives NaN, in both. An empty tensor gives 0. One that is not dense (expanded, or a slice) is copied first.
     """
     if False in [t.is_contiguous() for t in tensors]:  # lists: this is called with hundreds of tensors in every step
-        tensors = [t.resolve_neg() for t in tensors]
-    tensors = [t.detach() if is_dense(t) else t.detach().contiguous() for t in tensors]
+        tensors = [t if is_dense(t) else t.contiguous() for t in (t.detach().resolve_neg() for t in tensors)]
     formats = [FORMATS.get(t.dtype) if t.is_cpu else None for t in tensors]
     if None in formats:
         t = tensors[formats.index(None)]
         raise ConfigError(f"squares of a {t.dtype} tensor on {t.device} were asked for", "Give dense fp32, bf16 or fp16 tensors on the CPU.")
     addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
     forms = np.array(formats, dtype=np.int32)
-    chunks, ends = cut(tuple([t.numel() for t in tensors]))
+    sizes = tuple([t.numel() for t in tensors])
+    chunks, ends = cut(sizes)
     sums, largest = np.zeros(len(chunks)), np.zeros(len(chunks), dtype=np.float32)
 
     def work(piece: int) -> None:
         loops.squares_chunks(addresses, forms, chunks, sums, largest, ends[piece], ends[piece + 1], np.empty(loops.BUFFERS, np.float32))
 
     pool.share(work, len(ends) - 1)
+    if len(chunks) == len(sizes) and 0 not in sizes:  # each is one chunk
+        return torch.from_numpy(sums), torch.from_numpy(largest)
     totals, peaks = np.bincount(chunks[:, 0], weights=sums, minlength=len(tensors)), np.zeros(len(tensors), dtype=np.float32)
     with np.errstate(invalid="ignore"):  # a NaN is an answer
         np.maximum.at(peaks, chunks[:, 0], largest)
-    return torch.from_numpy(totals), torch.from_numpy(peaks)
+    return torch.from_numpy(totals.astype(np.float64, copy=False)), torch.from_numpy(peaks)  # no numbers add up to an integer
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.optim import quiet
+
 HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -36,7 +38,7 @@ HOOKED = Optimizer.profile_hook_step(lambda: None).__code__
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
     """The step function of the optimizer's class, without torch's hooks around it and without what a scheduler put on the instance."""
     step: Any = type(optimizer).step
-    while getattr(step, "__code__", None) is HOOKED:
+    while getattr(step, "__code__", None) in (HOOKED, quiet.HOOKED):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
 

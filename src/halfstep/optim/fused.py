@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim.adamw import AdamWRule
@@ -18,7 +16,7 @@ from halfstep.optim.codec import CODECS
 from halfstep.optim.foreign import count_of, groups_of, refuse_amsgrad, refuse_incomplete, refuse_other_sizes, refuse_states
 from halfstep.optim.hooked import AFTER, BEFORE, loaded, to_load, without_hooks
 from halfstep.optim.loading import converted, widened
-from halfstep.optim.quiet import QuickToClear
+from halfstep.optim.quiet import QuickToClear, hooked
 
 AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
 RULE = AdamWRule()
@@ -48,30 +46,9 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, fused=True)
 
+    @hooked
     def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss, if there is one."""
-        given: tuple[Any, ...] = (self,) if closure is None else (self, closure)
-        named = {} if factor == 1.0 else {"factor": factor}
-        if torch._C._autograd._profiler_enabled():
-            with torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step"):
-                return self._step_between_hooks(given, named)
-        return self._step_between_hooks(given, named)
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it otherwise, to do what `_step_between_hooks` does
-
-    def _step_between_hooks(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        own: Iterable[Any] = self._optimizer_step_pre_hooks.values()
-        for hook in chain(_global_optimizer_pre_hooks.values(), own):
-            changed = hook(self, given, named)
-            if changed is not None:
-                given, named = changed
-        result = self._step(*given[1:], **named)
-        own = self._optimizer_step_post_hooks.values()
-        for hook in chain(own, _global_optimizer_post_hooks.values()):
-            hook(self, given, named)
-        return result
-
-    def _step(self, closure: Callable[[], Any] | None = None, factor: float = 1.0) -> Any:
         loss = evaluated(closure)
         bad, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)  # torch's own protocol with a GradScaler
         if factor != 1.0:
@@ -79,11 +56,10 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
             divisor = torch.tensor(1.0 / factor if factor else math.inf, dtype=torch.float32)
         with torch.no_grad():
             alike = self._alike()
-            counts = {id(s): s for _, held in alike for s in [self.state[p]["step"] for p in held]}.values()
+            counts = {id(s["step"]): s["step"] for _, _, own in alike for s in own}.values()
             for count in counts:
                 count.add_(1)
-            for settings, held in alike:
-                own = [self.state[p] for p in held]
+            for settings, held, own in alike:
                 grads: list[Any] = [p.grad for p in held]
                 lists = [held, grads, [s["exp_avg"] for s in own], [s["exp_avg_sq"] for s in own], [s["step"] for s in own]]
                 for p, g, first, second, at in _by_dtype(lists):
@@ -96,19 +72,15 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
                 count.sub_(bad)
         return loss
 
-    def update_all(self) -> None:
-        """`step()` without the hooks around it."""
-        self._step()
-
-    def _alike(self) -> Collection[tuple[dict[str, Any], list[Tensor]]]:
-        """The parameters that have a gradient, those of groups with the same settings together; each with a state."""
-        found: dict[Any, tuple[dict[str, Any], list[Tensor]]] = {}
+    def _alike(self) -> Collection[tuple[dict[str, Any], list[Tensor], list[dict[str, Any]]]]:
+        """The parameters that have a gradient, those of groups with the same settings together; with their states."""
+        found: dict[Any, tuple[dict[str, Any], list[Tensor], list[dict[str, Any]]]] = {}
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
             if group["amsgrad"]:
                 raise ConfigError("amsgrad=True was asked for, and FusedAdamW has no such rule", AMSGRAD)
             for p in held:
-                if p.grad is not None and p.grad.is_sparse:
+                if p.grad.is_sparse:
                     raise ConfigError(
                         f"a parameter of shape {tuple(p.shape)} has a sparse gradient, and AdamW updates every element",
                         "Use sparse=False in its embedding, or torch.optim.SparseAdam.",
@@ -119,9 +91,11 @@ class FusedAdamW(QuickToClear, torch.optim.AdamW):
             settings = {"lr": lr, "beta1": beta1, "beta2": beta2, **{key: group[key] for key in ("weight_decay", "eps", "maximize")}}
             alike = (id(lr) if isinstance(lr, Tensor) else lr, *list(settings.values())[1:])
             if held:
-                found.setdefault(alike, (settings, []))[1].extend(held)
-        everybody = [p for _, held in found.values() for p in held]
-        if any("step" not in self.state[p] for p in everybody):
+                known = found.setdefault(alike, (settings, [], []))
+                known[1].extend(held)
+                known[2].extend([self.state[p] for p in held])
+        everybody = [p for _, held, _ in found.values() for p in held]
+        if False in ["step" in s for _, _, own in found.values() for s in own]:
             self._begin(everybody)
         return found.values()
 

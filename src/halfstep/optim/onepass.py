@@ -15,6 +15,7 @@ from halfstep.optim.codec import put
 from halfstep.optim.compiled import Compiled, Work
 from halfstep.optim.foreign import groups_of, refuse_states, refuse_torchs
 from halfstep.optim.masters import master_of
+from halfstep.optim.quiet import hooked
 from halfstep.optim.rule import Rule, refuse_misspelt
 from halfstep.policy import Policy
 
@@ -50,14 +51,19 @@ class OnePass(MasteredOptimizer):
         refuse_states(state_dict["state"], self.roles, self.rule.name)
         return groups_of(state_dict["param_groups"], self.param_groups, self.defaults, self.rule.name, self.rule.check)
 
-    @torch.no_grad()
+    @hooked
     def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss, if there is one."""
         if factor != 1.0:
             refuse_factor(factor)
         loss = evaluated(closure)
-        if self._compiled.repeated(self, factor):
-            return loss
+        with torch.no_grad():
+            if not self._compiled.repeated(self, factor):
+                self._step(factor)
+        return loss
+
+    def _step(self, factor: float) -> None:
+        """A step that is not like the one before."""
         everybody = enumerate(((p, group) for group in self.param_groups for p in group["params"]), self.first_number)
         held = [(number, p, self._gradient(number, p, group), group) for number, (p, group) in everybody if p.grad is not None]
         self.settle_masters()  # whatever refuses the step does so before a master or a state is made
@@ -69,7 +75,6 @@ class OnePass(MasteredOptimizer):
         left = work if kernels is None else self._compiled.run(kernels, work, factor, self)
         for w in left:
             self._update(w, factor)
-        return loss
 
     def _gradient(self, number: int, p: Tensor, group: dict[str, Any]) -> Tensor:
         """The gradient of a parameter. Raises ConfigError where no step can be taken with it, or with the states that are there."""

@@ -7,6 +7,7 @@ versions. Whatever is different makes `Repeat.run` return False, with nothing do
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from operator import is_
 from types import ModuleType
@@ -43,7 +44,8 @@ class Repeat:
         chosen = {id(p) for p in params}
         self._chosen = [id(p) in chosen for p in self._everybody]
         group_of = [number for number, size in enumerate(self._sizes) for _ in range(size)]
-        self._group_of = np.array([g for g, here in zip(group_of, self._chosen, strict=True) if here], dtype=np.int64)
+        chosen_of = [g for g, here in zip(group_of, self._chosen, strict=True) if here]
+        self._members = [(g, slice(bisect_left(chosen_of, g), bisect_right(chosen_of, g))) for g in sorted(set(chosen_of))]
         self._dtypes, self._numels = [p.dtype for p in params], [p.numel() for p in params]
         held = [(p, m) for p, m in zip(params, masters, strict=True) if m is not None]
         self._narrow, self._masters = [p for p, _ in held], [m for _, m in held]
@@ -114,11 +116,14 @@ class Repeat:
 
     def _scalars(self, kernels: ModuleType, counts: Any, factor: float) -> Any:
         """The row of each weight: one for all of a group that have taken as many steps."""
-        rows, of = np.empty((len(counts), kernels.ROW), dtype=np.float32), self._group_of
-        for number in np.unique(of):
-            group, here = self._groups[number], of == number
-            for count in np.unique(counts[here]):
-                rows[here & (counts == count)] = kernels.row(self._rule.settings(group, int(count), False), factor)
+        rows = np.empty((len(counts), kernels.ROW), dtype=np.float32)
+        for number, here in self._members:
+            group, taken = self._groups[number], counts[here].tolist()
+            if taken.count(taken[0]) == len(taken):
+                rows[here] = kernels.row(self._rule.settings(group, int(taken[0]), False), factor)
+                continue
+            for count in set(taken):
+                rows[here][counts[here] == count] = kernels.row(self._rule.settings(group, int(count), False), factor)
         return rows
 
 

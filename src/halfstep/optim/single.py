@@ -174,10 +174,7 @@ class OneByOne:
 
 
 def _call(twin: Optimizer) -> None:
-    if isinstance(twin, FusedAdamW):
-        twin.update_all()
-    else:
-        bare_step(twin)(twin)
+    bare_step(twin)(twin)
 
 
 def _part(optimizer: FusedAdamW) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -42,10 +43,34 @@ def when_backward_ends(loss: Tensor, begins: Callable[[Tensor], bool], ended: Ca
     """
 
     def comes(gradient: Tensor) -> None:
-        if begins(gradient):
+        with torch._C.DisableTorchFunction():
+            wanted = begins(gradient)
+        if wanted:
             engine = Variable._execution_engine
-            engine.queue_callback(
-                lambda: engine.queue_callback(ended)
-            )  # after those of others: DDP writes reduced gradients in one  # torch's own wrappers (DDP, FSDP) use it too
+            # after those of others: DDP writes reduced gradients in one; torch's own wrappers (DDP, FSDP) use it too
+            engine.queue_callback(lambda: engine.queue_callback(lambda: _unseen(ended)))
 
     loss.register_hook(comes)  # type: ignore[no-untyped-call]
+
+
+def _unseen(ended: Callable[[], Any]) -> None:
+    """An op policy may be open around a backward pass, and would see every gradient and version that is asked for, 3 us each."""
+    with torch._C.DisableTorchFunction():
+        ended()
+
+
+def value_of(loss: Tensor) -> Tensor | None:
+    """The value of a loss, an fp32 scalar without a graph; None for one of several elements."""
+    if loss.numel() != 1:
+        return None
+    value = loss.detach()
+    value = value if value.dtype is torch.float32 else value.float()
+    return value if value.dim() == 0 else value.reshape(())
+
+
+def through(seen: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """What a loss of value `seen` adds to the backward pass that comes through it with `gradient`: 1, or what the user has divided it by."""
+    if seen is None or gradient.numel() != 1:
+        return None
+    factor = gradient.detach() if gradient.requires_grad else gradient
+    return seen * (factor if factor.dim() == 0 else factor.reshape(()))

@@ -58,9 +58,9 @@ def refuse_settings(optimizer: Optimizer) -> None:
                     )
 
 
-def refuse_penalty(loss: Tensor, sign: Tensor) -> None:
+def refuse_penalty(loss: Tensor, sign: Tensor | None) -> None:
     """A loss made from gradients of a scaled loss that bear the sign, by somebody who did not ask for the scale to divide them by."""
-    if any(getattr(node, "variable", None) is sign for node in nodes(loss)):
+    if sign is not None and any(getattr(node, "variable", None) is sign for node in nodes(loss)):
         raise StepOrderError(
             "this loss is made from gradients of a scaled loss that are still multiplied by the loss scale (a gradient penalty, for example)",
             "Differentiate the loss itself, torch.autograd.grad(loss, inputs, create_graph=True), or divide by scaler.get_scale() first.",

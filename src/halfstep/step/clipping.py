@@ -29,7 +29,7 @@ def clip(state: StepState, chosen: Iterable[Tensor], max_norm: float, norm_type:
     known = {id(p): p for p in chosen}
     if state.releases:
         state.release.refuse_edits(state, known, "clipping")
-    state.join_ranks(known.values())
+    state.join_ranks(known.values)
     if all(p.grad is None for p in known.values()):
         return torch.zeros((), dtype=torch.float32)
     owners, records, unfit, refused = _judged(state, known)
@@ -118,6 +118,8 @@ def adopt(state: StepState, optimizer: Optimizer) -> None:
 
     Where a bad gradient, maybe another optimizer's, has kept such a clip from being done, its own gradients are judged and clipped now.
     """
+    if not state.loose:
+        return
     record, held = state.record(optimizer), [p for p in parameters(optimizer) if p.grad is not None]
     mine = {id(p) for p in held}
     parts = [(x, state.record(x)) for x in state.loose if mine & {id(p) for p in parameters(x)}]

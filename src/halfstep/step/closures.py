@@ -64,8 +64,7 @@ def _evaluated(state: StepState, optimizer: Optimizer, closure: Callable[[], Any
 
     verdict, whole = None, False
     try:
-        with state.taking_a_step():
-            optimizer.step(judged)
+        state.take_a_step(optimizer.step, judged)
         verdict, whole = record.verdict, True
     except _Refused as refused:
         verdict = refused.verdict

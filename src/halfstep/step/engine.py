@@ -25,8 +25,8 @@ from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
 from halfstep.optim import RELEASES
 from halfstep.step import checks, clipping, guard, judging, narrow, taking
-from halfstep.step.backward import when_backward_ends
-from halfstep.step.graph import Reached
+from halfstep.step.backward import through, value_of, when_backward_ends
+from halfstep.step.graph import NOT_LOOKED_AT, Reached
 from halfstep.step.marks import gradients, marks, parameters
 from halfstep.step.multiply import times
 from halfstep.step.record import Record
@@ -36,7 +36,6 @@ from halfstep.step.start import Start
 from halfstep.step.state import OnOverflow, StepState
 from halfstep.step.verdict import Agree, Verdict
 
-NOT_LOOKED_AT = Reached((), ())
 LOOK_EVERY = 16  # losses of which one is looked at in any case
 GRAPHS = 64  # sizes of graphs that are remembered as looked at
 
@@ -129,8 +128,7 @@ class StepEngine:
         """`loss` times the loss scale, in fp32 at least; the same tensor when there is no scaling."""
         state = self.state
         checks.refuse_loss(loss)
-        if state.penalty is not None and not state.scale_was_read:
-            checks.refuse_penalty(loss, state.penalty)
+        checks.refuse_penalty(loss, None if state.scale_was_read else state.penalty)
         state.penalty = None
         self.settle()
         self._begin()
@@ -146,7 +144,7 @@ class StepEngine:
             state.release.find(state, reached)
         self._choose_scale(loss, reached)
         state.ledger.begin()
-        seen = loss.detach().float().reshape(()) if loss.numel() == 1 else None
+        seen = value_of(loss)
         if seen is not None:
             state.loss = seen if state.loss is None else state.loss + seen.to(state.loss.device)
         state.losses += 1
@@ -173,7 +171,7 @@ class StepEngine:
         state = self.state
         if state.scaling.active or not state.buffers.has_modules:
             return state.watch.look(loss)
-        own, size = [id(p) for p in state.owned()], self._operations(loss)
+        own, size = list(map(id, state.owned())), self._operations(loss)
         if own != self._reaches:
             self._sizes.clear()
         state.unseen = own == self._reaches and size in self._sizes and state.losses % LOOK_EVERY != 0
@@ -225,7 +223,7 @@ class StepEngine:
             elif record.unscaled and self._thrown_away(owner, record):
                 record.forget()
                 state.buffers.repair()
-                state.loss_spent = state.loss_spent or not any(numerics.stored(g).any() for o in state.records for g in gradients(o))
+                state.loss_spent = state.loss_spent or not any(numerics.stored(g).any() for o in state.records.owners() for g in gradients(o))
         if state.loss_spent:
             state.loss, state.loss_spent, state.noticed = None, False, 0
             self._start.next_step()
@@ -248,13 +246,12 @@ class StepEngine:
                 self.state.ledger.look([p for r in self._known if (p := r()) is not None], listen=False)
         if self.state.releases:
             self.state.release.begin(self.state, seen, first)
-        self._going_through.append(seen * gradient.detach().reshape(()) if seen is not None and gradient.numel() == 1 else None)
+        self._going_through.append(through(seen, gradient))
         return len(self._going_through) == 1
 
     def _backward_ended(self) -> None:
         """At the end of a backward pass: take down which gradients it has made, and for whom."""
-        state = self.state
-        losses = [loss for loss in self._going_through if loss is not None]
+        state, losses = self.state, [loss for loss in self._going_through if loss is not None]
         self._going_through = []
         seen = torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if len(losses) > 1 else losses[0] if losses else None
         if state.releases:
@@ -283,7 +280,7 @@ class StepEngine:
         None when it has no gradients, or the verdict will be read later. Raises StepOrderError when they were unscaled already, or changed since.
         """
         record = self.state.record(optimizer)
-        self.state.join_ranks(parameters(optimizer))
+        self.state.join_ranks(lambda: parameters(optimizer))
         if self.state.releases:
             self.state.release.refuse_edits(self.state, map(id, parameters(optimizer)), "unscaling")
         if not gradients(optimizer):
@@ -330,7 +327,7 @@ class StepEngine:
         """Multiply the gradients of all known optimizers, and the losses noted for this step, by `factor`."""
         state = self.state
         narrow.widen(state, state.owned())
-        numerics.multiply_(list({id(g): g for owner in state.records for g in gradients(owner)}.values()), factor)
+        numerics.multiply_(list({id(g): g for owner in state.records.owners() for g in gradients(owner)}.values()), factor)
         state.ledger.again()
         if state.loss is not None and not state.loss_spent:
             state.loss = state.loss * factor
@@ -357,7 +354,7 @@ class StepEngine:
         if (handle := state.handle_for(optimizer)) is not None:
             return state.release.take(state, optimizer, handle, closure, max_norm, stalled)  # type: ignore[no-any-return]
         if closure is None:
-            state.join_ranks(parameters(optimizer))
+            state.join_ranks(lambda: parameters(optimizer))
         if closure is None and not gradients(optimizer):
             return taking.no_gradients(state, optimizer)
         if state.scaling.active and record.awaits_update:
@@ -379,6 +376,9 @@ class StepEngine:
         a bad forward pass is not the scale's fault.
         """
         state = self.state
+        if new_scale is None and not state.scaling.active:
+            state.unheard.clear()
+            return
         if new_scale is not None:
             taking.settle(state)
         for record in state.records.values():

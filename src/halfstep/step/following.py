@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from halfstep.step.engine import StepEngine
+from halfstep.step.record import Record
 
 
 class Follower:
@@ -29,15 +30,15 @@ class Follower:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the weights moved since the last call; else hold still."""
-        if self._engine.state.record(self._optimizer).pending is None:
-            self._advance(*args, **kwargs)
+        record = self._engine.state.record(self._optimizer)
+        if record.pending is None:
+            self._advance(record, *args, **kwargs)
         else:
-            self._engine.when_known(self._optimizer, lambda: self._advance(*args, **kwargs))
+            self._engine.when_known(self._optimizer, lambda: self._advance(record, *args, **kwargs))
 
-    def _advance(self, *args: Any, **kwargs: Any) -> None:
-        applied = self._engine.state.record(self._optimizer).applied
-        if applied != self._seen:
-            self._seen = applied
+    def _advance(self, record: Record, *args: Any, **kwargs: Any) -> None:
+        if record.applied != self._seen:
+            self._seen = record.applied
             for _ in range(self.times):
                 if self.times > 1 and self.scheduler._step_count > getattr(self.scheduler, "total_steps", float("inf")):
                     break  # a last window with fewer batches than processes: OneCycleLR has no further steps

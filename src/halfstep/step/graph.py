@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,30 +26,40 @@ class Reached:
     partial: bool = False
 
 
-def nodes(loss: Tensor) -> Iterator[Any]:
+NOT_LOOKED_AT = Reached((), ())
+
+
+def nodes(loss: Tensor) -> list[Any]:
     """Every node of the graph of `loss`, once."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set(waiting)
+    waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    found, seen = [], set(waiting)
     while waiting:
         node = waiting.pop()
-        if node is None:
-            continue
-        yield node
+        found.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
+    return found
+
+
+_PLAIN: set[type[Any]] = set()  # kinds of nodes that have nothing to tell: autograd's own have the attributes of their kind, and no others
 
 
 def walk(loss: Tensor) -> Reached:
-    """Walk the graph of `loss` once, without running anything. Some microseconds a node."""
+    """Walk the graph of `loss` once, without running anything. About a microsecond a node."""
     leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
     statistics: list[Tensor] = []
     foreign: list[str] = []
     hidden = partial = False
     for node in nodes(loss):
+        if type(node) in _PLAIN:
+            continue
         if hasattr(node, "variable"):
             leaves.append(node.variable)
+        elif not isinstance(node, BackwardCFunction) and not hasattr(type(node), "_raw_saved_running_mean"):
+            _PLAIN.add(type(node))
+            continue
         if isinstance(node, BackwardCFunction):
             kind = type(node)._forward_cls  # type: ignore[attr-defined]  # the Function that was applied
             if not _may_run_twice(kind):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfstep import numerics
 from halfstep.errors import StepOrderError
+from halfstep.kernels import cpu_kernels
 from halfstep.step import checks
 from halfstep.step.deferred import can_defer
 from halfstep.step.marks import gradients, marks, parameters
@@ -17,6 +18,8 @@ from halfstep.step.narrow import widen_fp16
 from halfstep.step.record import Record
 from halfstep.step.state import Loose, StepState
 from halfstep.step.verdict import LARGEST_GRADIENT, Evidence, Verdict, decide, gather
+
+UNSCALED = {torch.float32, torch.bfloat16}  # gradients whose share of underflow nobody asks for where they bear no scale
 
 
 def make_unscaled(state: StepState, owner: Any) -> Verdict | None:
@@ -58,23 +61,28 @@ def unscale(state: StepState, owner: Any, divide: bool = True) -> Verdict | None
 
 
 def _at_once(state: StepState, owner: Any, record: Record, loss: Tensor | None) -> Verdict | None:
-    """The verdict on fp32 gradients on a CPU that bear no scale and are fit, from their norm alone; None: they must be looked at closely."""
-    if (
-        state.scale_at_hand != 1.0
-        or state.agree is not None
-        or state.scaling.senses
-        or isinstance(owner, Loose)
-        or getattr(owner, "knows_masters", False)
-    ):
+    """The verdict on gradients on a CPU that bear no scale and are fit, from their norm alone; None: they must be looked at closely."""
+    if state.scale_at_hand != 1.0 or state.agree is not None or state.scaling.senses or isinstance(owner, Loose):
         return None
-    held = gradients(owner)
-    if state.watching.wants(owner, record.applied) or defers(state, owner):
+    held, kernels = gradients(owner), None
+    if False in [g.is_cpu and g.layout is torch.strided for g in held] or (state.deferred is not None and defers(state, owner)):
         return None
-    if not all(g.dtype is torch.float32 and g.is_cpu and g.layout is torch.strided for g in held):
+    if getattr(owner, "knows_masters", False):  # their kernels give the largest magnitudes too, which the watch takes down
+        kernels = cpu_kernels()
+        if kernels is None or not {g.dtype for g in held} <= UNSCALED:
+            return None
+        sums, peaks = kernels.squares(held)
+        total = sums.sum().sqrt().float()
+    elif state.watching.wants(owner, record.applied) or {g.dtype for g in held} != {torch.float32}:
         return None
-    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(held)))
+    else:
+        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(held)))
     norm, seen = torch.stack((total, total if loss is None else loss.to(total))).tolist()  # read at one time
-    return Verdict(True, norm) if norm <= LARGEST_GRADIENT and math.isfinite(seen) else None
+    if not (norm <= LARGEST_GRADIENT and math.isfinite(seen)):
+        return None
+    if kernels is not None:
+        state.watching.take_down(state, owner, peaks, None, 1.0)
+    return Verdict(True, norm)
 
 
 def measure(state: StepState, owner: Any) -> Evidence:
@@ -84,11 +92,11 @@ def measure(state: StepState, owner: Any) -> Evidence:
         if not state.noticed and not isinstance(owner, Loose):
             checks.refuse_unseen(owner, state.called)
         checks.refuse_edits([] if state.editing else state.ledger.edited(own), state.ledger.mixed(own), state.called)
-        state.join_ranks(own)
+        state.join_ranks(lambda: own)
         shared = [p.grad for p in own if p.grad is not None and state.ledger.is_unscaled(p)]
         numerics.multiply_(shared, state.scale_at_hand)  # of a parameter that another optimizer has too, which was unscaled before
     else:
-        state.join_ranks(parameters(owner))
+        state.join_ranks(lambda: parameters(owner))
     compiled = bool(getattr(owner, "knows_masters", False))
     lasts = not isinstance(owner, Loose)
     wanted = lasts and state.watching.wants(owner, state.record(owner).applied)
@@ -100,7 +108,7 @@ def measure(state: StepState, owner: Any) -> Evidence:
 
 def defers(state: StepState, owner: Any) -> bool:
     """Whether the verdict on this optimizer's gradients may be read after its step."""
-    wanted = gradients(owner)[0].is_cuda if state.deferred is None else state.deferred
+    wanted = next(g.is_cuda for p in parameters(owner) if (g := p.grad) is not None) if state.deferred is None else state.deferred
     looked_into = state.heal == "skip" or bool(state.trying)  # what heals must be known while the forward pass is remembered
     return wanted and looked_into and state.on_overflow == "skip" and can_defer(owner)
 

@@ -29,12 +29,12 @@ def parameters(optimizer: Owner) -> list[Tensor]:
 
 def gradients(optimizer: Owner) -> list[Tensor]:
     """All gradients of an optimizer's parameters."""
-    return [p.grad for p in parameters(optimizer) if p.grad is not None]
+    return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
 def marks(tensors: Sequence[Tensor]) -> Marks:
     """What tells these tensors, in this state, from others: weak references and versions."""
-    return tuple((ref(t), t._version) for t in tensors)
+    return tuple([(ref(t), t._version) for t in tensors])
 
 
 def unchanged(known: Marks, tensors: Sequence[Tensor]) -> bool:
@@ -175,7 +175,7 @@ class Ledger:
         for p, g, grown in self._heard() if self._compared is None else self._moved(self._compared):
             i, before = id(p), self._left.get(id(p))
             moved.add(i)
-            new = self._left[i] = _Left(ref(p), ref(g), g._version, losses=fresh)
+            new = self._left[i] = _Left(ref(p), ref(g), g._version, False, False, False, False, fresh)
             if grown and before is not None:
                 added.add(i)
                 new.mixed, new.edited = before.used or before.spent or before.mixed, before.edited
@@ -195,8 +195,9 @@ class Ledger:
                 before = self._left.get(i)
                 yield p, g, before is not None and before.is_of(p) and before.version + times == g._version
 
-    def _moved(self, owners: Sequence[ref[Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    def _moved(self, owners: Sequence[ref[Tensor]]) -> list[tuple[Tensor, Tensor, bool]]:
         """Parameters whose gradients are not as they were, with these, and whether they are the same tensors."""
+        found = []
         for owner in owners:
             p = owner()
             g = p.grad if p is not None else None
@@ -206,11 +207,12 @@ class Ledger:
             if before is None:
                 strange = self._strange.get(id(p))
                 if strange is None or strange[0]() is not g or strange[1] != g._version:
-                    yield p, g, False
+                    found.append((p, g, False))
             elif before.gradient() is not g or before.parameter() is not p:
-                yield p, g, False
+                found.append((p, g, False))
             elif before.version != g._version:
-                yield p, g, True
+                found.append((p, g, True))
+        return found
 
     def loss(self, owners: Iterable[Tensor], after: int) -> Tensor | None:
         """The sum of the losses, of those numbered above `after`, that gave these parameters their gradients; None when there were none."""

@@ -32,7 +32,7 @@ def widen(state: StepState, chosen: Iterable[Tensor]) -> None:
     """
     changed: dict[int, Tensor] = {}
     for p in chosen:
-        if not is_narrow(p):
+        if p.dtype not in HALF or not is_narrow(p):
             continue
         old = p.grad
         assert old is not None

@@ -145,10 +145,9 @@ def take(state: StepState, optimizer: Optimizer, handle: Release, closure: Any, 
     bind(state, handle)
     losses = handle.losses
     state.unfit.clear()
-    state.join_ranks(parameters(optimizer))
+    state.join_ranks(lambda: parameters(optimizer))
     _hold_together(state, [handle], [False])
-    with state.taking_a_step():
-        told = handle.close(state.scale_at_hand)
+    told = state.take_a_step(handle.close, state.scale_at_hand)
     if not told.numbers:
         return taking.no_gradients(state, optimizer)
     record.loss = torch.stack([x.to(losses[0].device) for x in losses]).sum() if losses else state.loss

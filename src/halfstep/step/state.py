@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from halfstep.step import checks
 from halfstep.step.backward import BackwardWatch
 from halfstep.step.buffers import BufferGuard
 from halfstep.step.marks import Ledger, Sign, parameters
+from halfstep.step.owners import ByOwner
 from halfstep.step.record import Record
 from halfstep.step.refusal import Explain, Heal
 from halfstep.step.replay import Replay
@@ -85,7 +86,7 @@ class StepState:
     watch: BackwardWatch = field(default_factory=BackwardWatch)
     watching: Watching = field(default_factory=Watching)  # what is near its limit
     replay: Replay = field(default_factory=Replay)
-    records: WeakKeyDictionary[Any, Record] = field(default_factory=WeakKeyDictionary)
+    records: ByOwner[Record] = field(default_factory=ByOwner)
     loose: list[Loose] = field(default_factory=list)
     widened: dict[int, ref[Tensor]] = field(default_factory=dict)  # 16-bit parameters whose gradients were made fp32
     names: dict[int, tuple[ref[Tensor], str]] = field(default_factory=dict)
@@ -99,8 +100,8 @@ class StepState:
         """Where an optimizer stands."""
         known = self.records.get(owner)
         if known is None:
-            checks.draw_apart(owner, self.records)
-            known = self.records[owner] = Record(bad_steps=self.bad_before, met_at=self.losses)
+            checks.draw_apart(owner, self.records.owners())
+            known = self.records.put(owner, Record(bad_steps=self.bad_before, met_at=self.losses))
             checks.look_for_masters(owner, parameters(owner), self.scaling.active, self.called)
         return known
 
@@ -116,11 +117,11 @@ class StepState:
     def dissolve(self, loose: Loose) -> None:
         """A stand-in has done its work, or was never used."""
         self.loose.remove(loose)
-        self.records.pop(loose, None)
+        self.records.drop(loose)
 
     def owners(self, chosen: dict[int, Tensor]) -> list[Any]:
         """The known optimizers that hold some of these parameters."""
-        return [o for o in self.records if any(id(p) in chosen for p in parameters(o))]
+        return [o for o in self.records.owners() if any(id(p) in chosen for p in parameters(o))]
 
     def everybody(self) -> list[Tensor]:
         """All parameters that are known, by an optimizer or from the graph of a loss."""
@@ -128,7 +129,7 @@ class StepState:
 
     def owned(self) -> list[Tensor]:
         """The parameters of the optimizers that are known."""
-        return [p for owner in self.records for p in parameters(owner)]
+        return [p for owner in self.records.owners() for p in parameters(owner)]
 
     @property
     def scale_at_hand(self) -> float:
@@ -154,9 +155,9 @@ class StepState:
         """Whether an optimizer holds gradients that no step was taken with."""
         return any(self.ledger.waits(p) for p in parameters(owner))
 
-    def join_ranks(self, only: Iterable[Tensor] | None) -> None:
-        """Before gradients are used: those of one rank become the mean over all. only: of models that have some of these parameters."""
-        if self.together(only):
+    def join_ranks(self, only: Callable[[], Iterable[Tensor]] | None = None) -> None:
+        """Before gradients are used: those of one rank become the mean over all. only: gives parameters, of whose models it is to be done."""
+        if self.together is not _joined and self.together(None if only is None else only()):
             self.ledger.again()
 
     def sign_penalty(self) -> Tensor:
@@ -165,12 +166,11 @@ class StepState:
             self.penalty = torch.ones((), requires_grad=True)
         return self.penalty
 
-    @contextmanager
-    def taking_a_step(self) -> Iterator[None]:
-        """Inside, optimizers may use gradients."""
+    def take_a_step(self, step: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+        """Call `step`, which may use gradients."""
         self.stepping = True
         try:
-            yield
+            return step(*given, **settings)
         finally:
             self.stepping = False
 
@@ -192,7 +192,7 @@ class StepState:
         named = self.names.get(id(parameter))
         if named is not None and named[0]() is parameter:
             return named[1]
-        for owner in self.records:
+        for owner in self.records.owners():
             for g, group in enumerate(owner.param_groups):
                 for i, p in enumerate(group["params"]):
                     if p is parameter:

@@ -68,8 +68,7 @@ def take(
                     state, optimizer, record, torch.zeros((), device=gradients(optimizer)[0].device, dtype=torch.float32), state.scale_at_hand
                 )
             else:
-                with state.taking_a_step():
-                    optimizer.step()
+                state.take_a_step(optimizer.step)
     return _told(state, optimizer, record, verdict, before)
 
 
@@ -81,8 +80,7 @@ def _take_late(state: StepState, optimizer: Any, record: Record, max_norm: float
     factor = clip_to(verdict.norm, max_norm) if max_norm is not None else 1.0
     record.clipped = factor < 1.0
     try:
-        with state.taking_a_step():
-            optimizer.step(factor=factor / state.scale_at_hand)
+        state.take_a_step(optimizer.step, factor=factor / state.scale_at_hand)
     except BaseException:
         record.forget()  # they are still scaled
         raise
@@ -178,8 +176,7 @@ def _take_on_device(state: StepState, optimizer: Optimizer, record: Record, scal
 def _divide_and_step(state: StepState, optimizer: Optimizer, record: Record, bad: Tensor, scale: float | Tensor) -> None:
     """The step of a fused optimizer, which divides by `scale` itself. If it fails before that, the gradients are as a backward pass left them."""
     try:
-        with state.taking_a_step():
-            step_on_device(optimizer, bad, scale)
+        state.take_a_step(step_on_device, optimizer, bad, scale)
     except BaseException:
         if isinstance(scale, Tensor) or scale != 1.0:
             record.forget()
@@ -189,9 +186,9 @@ def _divide_and_step(state: StepState, optimizer: Optimizer, record: Record, bad
 
 def settle(state: StepState) -> None:
     """Find out the results of all steps whose verdicts were left on the device."""
-    for record in list(state.records.values()):
-        pending, record.pending = record.pending, None
-        if pending is not None:
+    for record in state.records.values():
+        if record.pending is not None:
+            pending, record.pending = record.pending, None
             pending.settle()
 
 
@@ -201,7 +198,7 @@ def spend(state: StepState, optimizer: Optimizer, record: Record) -> None:
     record.spent_to = state.passes - 1
     state.ledger.spend(parameters(optimizer))
     record.spent = marks(gradients(optimizer))
-    if not any(state.waits(other) for other in state.records if other is not optimizer):
+    if not any(state.waits(other) for other in state.records.owners() if other is not optimizer):
         state.replay.clear()
     if not state.scaling.active:
         record.forget()
@@ -216,7 +213,7 @@ def window_ends(state: StepState, fit: bool | Tensor) -> None:
     """Buffers follow the first optimizer of their forward passes that is applied; without one they are put back. A tensor is 1 for a bad step."""
     if isinstance(fit, Tensor):
         state.window.append(fit)
-        if not any(state.waits(owner) for owner in state.records):
+        if not any(state.waits(owner) for owner in state.records.owners()):
             close_window(state)
     elif fit:
         if any(verdict is False for verdict in state.window):
@@ -241,13 +238,14 @@ def _result(
     state: StepState, verdict: Verdict, record: Record, scale: float, heard: bool, watch: Watch | None, said: Explained = NOTHING
 ) -> StepResult:
     bad: Reason = "forward-overflow" if said.overflow else "overflow" if verdict.loss_finite else "nonfinite-loss"
-    overflow, seen, blames = heard_together([*state.unheard, *([] if heard else [verdict])], scale)
+    scaled = state.scaling.active
+    overflow, seen, blames = heard_together([*state.unheard, *([] if heard else [verdict])], scale) if scaled else (False, None, False)
     return StepResult(
         applied=verdict.fit,
         reason="applied" if verdict.fit else bad,
         grad_norm=verdict.norm,
         clipped=record.clipped,
-        scale=scale if state.scaling.active else state.scaling.scale,
+        scale=scale if scaled else state.scaling.scale,
         next_scale=state.scaling.after(overflow, seen) if blames else state.scaling.scale,
         replays=record.replays,
         culprits=(*said.culprits, *verdict.culprits)[:NAMED],

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from halfstep.numerics import FORMATS
 from halfstep.step.marks import gradients, parameters
+from halfstep.step.owners import ByOwner
 
 if TYPE_CHECKING:
     from halfstep.step.state import StepState
@@ -193,7 +194,7 @@ class Watching:
         self.every, self.before = every, 0
         self.modules: Callable[[], Sequence[Magnitudes]] = tuple
         self.recorder = NoRecorder()
-        self._kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+        self._kept: ByOwner[_Kept] = ByOwner()
         self._full: set[str] = set()  # fp16 weights that were said to have reached the largest number
         self._earlier: tuple[Magnitudes, ...] = ()  # outputs, of the run that this one goes on from
         self._numbered: list[tuple[Magnitudes, Magnitudes]] = []  # outputs as they came, and with the number of the step
@@ -219,18 +220,23 @@ class Watching:
 
     def note(self, state: StepState, owner: Any, evidence: Evidence, held: list[Tensor] | None = None) -> None:
         """Keep what was measured on the gradients of `owner`. Nothing is read to the host. held: whose they were, where they are gone."""
+        if evidence.peaks is not None:
+            self.take_down(state, owner, evidence.peaks, evidence.share, evidence.scale, held)
+
+    def take_down(self, state: StepState, owner: Any, peaks: Tensor, share: Tensor | None, scale: float, held: list[Tensor] | None = None) -> None:
+        """The same of its parts: the largest magnitude of each gradient, their share of underflow, and the scale that they bear."""
         number = self.number(state.record(owner).applied)
         recorded = held is None and self.recorder.due(number)
-        if evidence.peaks is None or not (self.every or recorded):
+        if not (self.every or recorded):
             return
         kept = self._of(owner)
         self._name(kept, state, [p for p in parameters(owner) if p.grad is not None] if held is None else held)
         if recorded:
-            self.recorder.gradients(number, kept.names, gradients(owner), kept.limits, evidence.scale)
+            self.recorder.gradients(number, kept.names, gradients(owner), kept.limits, scale)
         if not self.every:
             return
-        kept.gradients = Magnitudes(kept.names, evidence.peaks, kept.limits, evidence.scale, number)
-        kept.share = evidence.share if evidence.share is not None else kept.share
+        kept.gradients = Magnitudes(kept.names, peaks, kept.limits, scale, number)
+        kept.share = share if share is not None else kept.share
 
     def note_weights(self, state: StepState, owner: Any) -> None:
         """Measure the fp16 weights of `owner`, which stop at the largest number of their format. Who is there already is said once.
@@ -265,9 +271,10 @@ class Watching:
             return None
         kept, step = self._of(owner), self.number(applied)
         kept.moved = moved if moved is not None else kept.moved
-        numbered = {id(m): n for m, n in self._numbered}
-        self._numbered = [(m, numbered[id(m)] if id(m) in numbered else replace(m, step=step)) for m in self.modules()]
-        modules = tuple(n for _, n in self._numbered) or self._earlier
+        if (measured := self.modules()) or self._numbered:
+            numbered = {id(m): n for m, n in self._numbered}
+            self._numbered = [(m, numbered[id(m)] if id(m) in numbered else replace(m, step=step)) for m in measured]
+        modules = tuple([n for _, n in self._numbered]) or self._earlier
         return Watch(step, (), kept.gradients, modules, kept.share, kept.moved, kept.weights)
 
     def plain(self, owners: Sequence[Any]) -> dict[str, Any]:
@@ -290,14 +297,12 @@ class Watching:
 
     def _of(self, owner: Any) -> _Kept:
         kept = self._kept.get(owner)
-        if kept is None:
-            kept = self._kept[owner] = _Kept()
-        return kept
+        return kept if kept is not None else self._kept.put(owner, _Kept())
 
     def _name(self, kept: _Kept, state: StepState, held: list[Tensor]) -> None:
         """Names and limits of these parameters, found once for all."""
         names, scales = state.names, state.scaling.active
-        same = len(held) == len(kept.held) and all(r() is p for r, p in zip(kept.held, held, strict=True))
+        same = len(held) == len(kept.held) and False not in [r() is p for r, p in zip(kept.held, held, strict=True)]
         if same and kept.known is not None and kept.known[0] is names and kept.known[1] == scales:
             return
         kept.held, kept.known = tuple(ref(p) for p in held), (names, scales)

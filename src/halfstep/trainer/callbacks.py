@@ -114,7 +114,13 @@ class CallbackList:
 
     def call(self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Run `event` on every callback that has it; returns the control to go on with."""
-        for callback in self.listeners(event):
+        return self.tell(self.listeners(event), event, args, state, control, **kwargs)
+
+    def tell(
+        self, listening: list[Any], event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """The same for those that `listeners` has found."""
+        for callback in listening:
             returned = getattr(callback, event)(args, state, control, **kwargs)
             control = control if returned is None else returned
         if not event.startswith("on_s"):  # not in every step: a callback may have given itself a method meanwhile

@@ -20,6 +20,7 @@ from halfstep.trainer.given import check_data
 RANKS_APART = 1_000_003  # between the seeds of the workers of two ranks
 ALONE = Solo()
 LABELS = ("labels", "label", "label_ids")
+LABEL_NAMES = frozenset(LABELS)
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 
@@ -72,6 +73,8 @@ class EpochBatches(Sampler[list[int]]):
 
     def weight(self, number: int) -> float:
         """What the mean loss of this rank's part counts for, so that the mean over ranks is that over all samples of the batch."""
+        if self.world == 1:
+            return 1.0
         whole = min(self.batch_size * self.world, self.samples - number * self.batch_size * self.world)
         return self._part(number)[1] * self.world / whole
 
@@ -223,7 +226,7 @@ def from_batch(loader: Any, epoch: int, start: int, begun: EpochStart | None = N
         batches.epoch, batches.start = epoch, 0 if workers else start
         # seeds worker processes, which have random numbers of their own on each rank, and do not depend on the epochs before
         loader.generator.manual_seed(batches.seed + epoch + batches.rank * RANKS_APART)
-        return itertools.islice(loader, start, None) if workers else iter(loader)
+        return itertools.islice(loader, start, None) if workers else _made_here(loader)
     told: list[Any] = [getattr(loader, name, None) for name in ("sampler", "dataset")]
     for item in told:
         if hasattr(item, "set_epoch"):
@@ -233,6 +236,18 @@ def from_batch(loader: Any, epoch: int, start: int, begun: EpochStart | None = N
         return begun.again(loader, start)
     begun.begin(loader)
     return iter(loader)
+
+
+def _made_here(loader: Any) -> Iterator[Any]:
+    """The batches of one of our loaders without workers: what torch's iterator does, without the marks that it makes for profilers in each batch."""
+    if loader.pin_memory or type(loader) is not DataLoader:
+        yield from loader
+        return
+    dataset, collate = loader.dataset, loader.collate_fn
+    batches: Any = loader.batch_sampler
+    several = getattr(dataset, "__getitems__", None)
+    for numbers in batches:
+        yield collate(several(numbers) if several else [dataset[i] for i in numbers])
 
 
 def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
@@ -253,10 +268,11 @@ def default_data_collator(features: list[Any]) -> dict[str, Tensor]:
         name = "labels" if is_label(key) else key
         if name in batch:
             raise DataError(f"the samples have {key!r} and another column of labels", "Keep one of labels, label and label_ids.")
-        if any(key not in f for f in features):
+        if [f for f in features if key not in f]:
             raise DataError(f"some samples have a column {key!r} and others have none", "Give every sample of the dataset the same columns.")
         try:
-            batch[name] = torch.stack([_tensor(f[key]) for f in features])
+            values = [f[key] for f in features]
+            batch[name] = torch.stack(values if isinstance(value, Tensor) and {*map(type, values)} == {Tensor} else list(map(_tensor, values)))
         except (RuntimeError, ValueError, TypeError) as error:
             raise DataError(
                 f"the column {key!r} cannot be stacked into one tensor: {error}",
@@ -270,7 +286,7 @@ def count_inputs(inputs: Mapping[str, Any], without_padding: bool = False) -> tu
 
     without_padding: only tokens that `attention_mask` has.
     """
-    samples = next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
+    samples = next((v.shape[0] for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, Tensor):
         return samples, samples, False
@@ -304,8 +320,10 @@ class ColumnFilter:
         """Drop and collate."""
         if self.taken is None or not isinstance(features[0], Mapping):
             return self.collate(features)
-        kept = [{k: v for k, v in f.items() if k in self.taken} for f in features]
-        if not set(kept[0]) - set(LABELS):
+        kept = features
+        if not all(map(self.taken.issuperset, features)):
+            kept = [{k: v for k, v in f.items() if k in self.taken} for f in features]
+        if not set(kept[0]) - LABEL_NAMES:
             column = next(iter(features[0]), "")
             raise DataError(
                 f"the columns {', '.join(features[0])} are not inputs of the model's forward ({', '.join(sorted(self.taken - set(LABELS)))})",

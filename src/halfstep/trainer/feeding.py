@@ -24,6 +24,7 @@ class Feeding(TrainingLoop):
     eval_dataset: Any
     data_collator: Collator
     _taken: set[str] | None  # the columns that the model takes
+    _prepared: Any = None  # the last inputs that were made of a batch, which need not be made again
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
@@ -119,4 +120,5 @@ class Feeding(TrainingLoop):
     def _inputs(self, batch: Any) -> dict[str, Any]:
         """A batch of a loader, checked, as named tensors on the device."""
         check_batch(self.model, batch, self.label_names)
-        return self._prepare_inputs(batch)
+        inputs = self._prepared = self._prepare_inputs(batch)
+        return inputs

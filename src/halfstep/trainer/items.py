@@ -41,7 +41,7 @@ def noting(count: Any) -> ItemCount | None:
     if count is None:
         return None
     # as a parameter is made and not by as_subclass, which gives a view: a graph that saves it detaches views, and torch refuses to for a subclass
-    made: ItemCount = Tensor._make_subclass(ItemCount, torch.as_tensor(count))
+    made: ItemCount = Tensor._make_subclass(ItemCount, count if isinstance(count, Tensor) else torch.as_tensor(count))
     return made
 
 
@@ -83,6 +83,6 @@ def count_items(batches: Sequence[Mapping[str, Any]], names: Sequence[str], shif
             labels = labels[..., 1:] if shifted and isinstance(labels, Tensor) and labels.dim() > 1 else labels
         if not isinstance(labels, Tensor) or not labels.dim():
             return None
-        counted = labels.ne(IGNORED).sum()
+        counted = labels.ne(IGNORED).count_nonzero()
         total = counted if total is None else total + counted
     return total

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -72,7 +71,7 @@ def loss_of(outputs: Any, inputs: Mapping[str, Any] | None = None) -> Tensor:
     if isinstance(loss, Tensor):
         if loss.numel() != 1:
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}", "Return its mean, a scalar.")
-        return loss.reshape(())
+        return loss if loss.dim() == 0 else loss.reshape(())
     if loss is not None:
         raise ConfigError(f"the model's loss is a {type(loss).__name__}", "Return a scalar tensor, computed from the model's outputs.")
     if isinstance(outputs, Mapping):
@@ -199,28 +198,29 @@ def check_labels(model: nn.Module, labels: Any) -> None:
         raise out_of_range(labels, f"the model has {classes} classes, 0 to {classes - 1}")
 
 
-@contextmanager
-def explained(inputs: Mapping[str, Any], names: tuple[str, ...], model: nn.Module | None = None) -> Iterator[None]:
+class explained:  # noqa: N801  used like a function
     """A block in which errors about `inputs` are told in terms of them: a class out of bounds, a column that is no tensor or that `model` lacks,
     one sample for a BatchNorm.
     """
-    try:
-        yield
-    except (TypeError, AttributeError) as error:
-        _refuse_columns(inputs, model, error)
-        raise
-    except IndexError as error:
-        labels = next((v for k, v in inputs.items() if k in names and isinstance(v, Tensor)), None)
-        if labels is None or labels.is_floating_point() or "out of bounds" not in str(error):
-            raise
-        raise out_of_range(labels, f"the loss has no such class ({error})") from error
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise DataError(
-            f"the batch of this process has one sample, and a BatchNorm has no statistics of one: {error}",
-            "Pass dataloader_drop_last=True, which leaves out the last, smaller batch, or choose another batch size.",
-        ) from error
+
+    def __init__(self, inputs: Mapping[str, Any], names: tuple[str, ...], model: nn.Module | None = None) -> None:
+        self._inputs, self._names, self._model = inputs, names, model
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TypeError | AttributeError):
+            _refuse_columns(self._inputs, self._model, error)
+        elif isinstance(error, IndexError) and "out of bounds" in str(error):
+            labels = next((v for k, v in self._inputs.items() if k in self._names and isinstance(v, Tensor)), None)
+            if labels is not None and not labels.is_floating_point():
+                raise out_of_range(labels, f"the loss has no such class ({error})") from error
+        elif isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            raise DataError(
+                f"the batch of this process has one sample, and a BatchNorm has no statistics of one: {error}",
+                "Pass dataloader_drop_last=True, which leaves out the last, smaller batch, or choose another batch size.",
+            ) from error
 
 
 def _refuse_columns(inputs: Mapping[str, Any], model: nn.Module | None, error: Exception) -> None:

@@ -116,7 +116,7 @@ class Reporting(ABC):
             write_json(self.run.path / "trainer_state.json", self.state.state_dict())
 
     def _event(self, name: str, **kwargs: Any) -> None:
-        if self.callbacks.listens(name):
+        if listening := self.callbacks.listeners(name):
             about = {
                 "model": self.model,
                 "processing_class": self.processing_class,
@@ -128,4 +128,4 @@ class Reporting(ABC):
                 "device": self.accelerator.device,
                 "accelerator": self.accelerator,
             }
-            self.control = self.callbacks.call(name, self.args, self.state, self.control, **about, **kwargs)
+            self.control = self.callbacks.tell(listening, name, self.args, self.state, self.control, **about, **kwargs)

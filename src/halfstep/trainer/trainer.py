@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.amp import upcast
+from halfstep.amp.mode import Unread
 from halfstep.checkpoint import seed_everything
 from halfstep.errors import ConfigError, refuse_unknown
 from halfstep.hardware import default_device
@@ -242,13 +244,17 @@ class Trainer(Feeding, Evaluating):
         given = {k: v for k, v in inputs.items() if k not in labels} if alone else dict(inputs)
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             given["num_items_in_batch"] = num_items_in_batch
-        outputs = model(**given)
+        if self.compute_loss_func is not None or return_outputs:
+            outputs = model(**given)
+        else:
+            with Unread():
+                outputs = model(**given)
         if self.compute_loss_func is not None:
             target = next(iter(labels.values())) if len(labels) == 1 else labels or None
             more = {"num_items_in_batch": num_items_in_batch} if self._func_takes_items else {}
             loss = self.compute_loss_func(outputs, target, **more)
         else:
-            loss = loss_of(outputs, inputs)
+            loss = upcast(loss_of(outputs, inputs))
         return (loss, outputs) if return_outputs else loss
 
     def _items_in(self, window: list[Any]) -> dict[str, Any]:
@@ -267,7 +273,8 @@ class Trainer(Feeding, Evaluating):
         """
         if not _trains(model):
             model.train()
-        inputs = self._prepare_inputs(inputs)
+        prepared, self._prepared = self._prepared, None
+        inputs = inputs if inputs is prepared else self._prepare_inputs(inputs)
         items = noting(num_items_in_batch)
         more: dict[str, Any] = {"num_items_in_batch": items} if items is not None and self._loss_takes_items else {}
         with self.compute_loss_context_manager(), explained(inputs, self.label_names, model):
@@ -275,7 +282,8 @@ class Trainer(Feeding, Evaluating):
         scaled = self.loss_is_scaled_for_ga if self.loss_is_scaled_for_ga is not None else was_used(items)
         part = loss / self._window if self._window > 1 and not scaled else loss
         self.accelerator.backward(part * self._weight if self._weight != 1.0 and not scaled else part)
-        return torch.as_tensor(loss.detach())
+        told: Tensor = loss.detach()
+        return told
 
     @property
     def current_gradient_accumulation_steps(self) -> int:

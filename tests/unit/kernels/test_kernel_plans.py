@@ -156,3 +156,22 @@ def test_pieces_cover_all_chunks_in_order() -> None:
         assert ends == sorted(set(ends))
         assert sum(end - begin for _, begin, end in chunks.tolist()) == sum(sizes)
         assert all(begin % numerics.BLOCK == 0 for _, begin, _ in chunks.tolist())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(5,), (5, 0, 7), (0, cpu.pool.CHUNK + 1), (cpu.pool.CHUNK, cpu.pool.CHUNK), (cpu.pool.CHUNK + 1, 3), (0,), (2 * cpu.pool.CHUNK, 0, 0, 1)],
+)
+def test_squares_are_told_of_each_tensor_however_many_chunks_it_has(sizes: tuple[int, ...]) -> None:
+    tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in sizes]
+    sums, peaks = cpu.squares(tensors)
+    assert (sums.dtype, peaks.dtype, len(sums), len(peaks)) == (torch.float64, torch.float32, len(sizes), len(sizes))
+    for t, total, peak in zip(tensors, sums.tolist(), peaks.tolist(), strict=True):
+        assert total == pytest.approx(float(t.double().square().sum()), rel=1e-12)
+        assert peak == (float(t.abs().max()) if t.numel() else 0.0)
+
+
+def test_squares_of_what_lies_otherwise_are_those_of_its_elements() -> None:
+    views = [torch.randn(4, 6).t(), torch.randn(4, 6)[:, ::2], torch.randn(3).expand(5, 3), torch.complex(torch.randn(4), torch.randn(4)).conj().imag]
+    for t, total in zip(views, cpu.squares(views)[0].tolist(), strict=True):
+        assert total == pytest.approx(float(t.double().square().sum()), rel=1e-12)

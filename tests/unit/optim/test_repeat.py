@@ -231,3 +231,24 @@ def test_a_copy_of_a_parameter_that_takes_its_master_is_noticed() -> None:
     optimizer.step()
     assert master_of(params[0]) is params[0].halfstep_master  # type: ignore[attr-defined]
     assert torch.equal(full_values(params[0]).bfloat16(), params[0].detach())
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_weights_of_one_group_that_have_taken_unlike_many_steps_are_each_corrected_by_their_own(kind: str) -> None:
+    def steps(repeats: bool) -> tuple[list[Tensor], bool]:
+        params, optimizer = made(kind)
+        for step in range(7):
+            give(params, step)
+            if step == 1:
+                params[1].grad = None
+            if not repeats:
+                optimizer._compiled._repeat = None
+            before = optimizer._compiled._repeat
+            optimizer.step(factor=0.5)
+        assert len({float(optimizer.state[p]["step"]) for p in params[:2]}) == 2
+        return look(params, optimizer), before is not None and optimizer._compiled._repeat is before
+
+    found, repeated = steps(True)
+    expected, _ = steps(False)
+    assert repeated
+    assert alike(found, expected)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep import optim
 from halfstep.amp import GradScaler
 from halfstep.step import StepResult, judging
 
@@ -33,11 +34,13 @@ def scale_a_loss(scaler: GradScaler, held: list[nn.Parameter], grads: list[Tenso
         hook.remove()
 
 
-def judged(grads: list[Tensor], loss: float, closely: bool, max_norm: float | None = None) -> tuple[StepResult, list[Tensor]]:
+def judged(
+    grads: list[Tensor], loss: float, closely: bool, max_norm: float | None = None, kind: Any = torch.optim.SGD
+) -> tuple[StepResult, list[Tensor]]:
     """A step with these gradients under a loss of this value, and what the weights are then."""
     with at_leisure(closely):
         held = [nn.Parameter(torch.ones_like(g)) for g in grads]
-        optimizer = torch.optim.SGD(held, lr=2.0**-70)
+        optimizer = kind(held, lr=2.0**-70)
         scaler = GradScaler(enabled=False)
         scaler.watch(optimizer)
         scale_a_loss(scaler, held, [torch.ones_like(g) for g in grads], 1.0)
@@ -96,6 +99,18 @@ def test_it_is_the_one_of_a_close_look(case: str, max_norm: float | None) -> Non
     close, others = judged(CASES[case], 0.25, True, max_norm)
     assert told(quick) == told(close)
     assert all(torch.equal(v, w) for v, w in zip(weights, others, strict=True))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("case", CASES)
+def test_with_halfsteps_optimizers_it_is_too_and_the_watch_has_seen_as_much(case: str, max_norm: float | None) -> None:
+    (quick, weights), (close, others) = (judged(CASES[case], 0.25, closely, max_norm, optim.SGD) for closely in (False, True))
+    assert told(quick) == told(close)
+    assert all(torch.equal(v, w) for v, w in zip(weights, others, strict=True))
+    assert quick.watch is not None
+    assert close.watch is not None
+    assert str(quick.watch.largest) == str(close.watch.largest)
+    assert quick.watch.step == close.watch.step
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 3e38, 0.0])

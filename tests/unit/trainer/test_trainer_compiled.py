@@ -122,6 +122,7 @@ def test_it_goes_on_from_checkpoints_compiled_and_not(tmp_path: Path, precision:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # as above
 def test_with_gradient_checkpointing_and_accumulation(tmp_path: Path) -> None:
     eager, compiled = Net(), Net()
     trained(tmp_path / "a", eager, precision="bf16-mixed", gradient_accumulation_steps=2)

@@ -205,3 +205,56 @@ def test_columns_of_which_the_model_takes_none_are_refused_with_the_nearest() ->
 
 def test_samples_that_are_not_mappings_go_to_the_collator() -> None:
     assert ColumnFilter(lambda f: {"x": torch.tensor(f)}, taken_columns(Takes(), ("labels",)))([1, 2])["x"].tolist() == [1, 2]
+
+
+class Several(torch.utils.data.Dataset[dict[str, int]]):
+    """Gives the samples of a batch at once, as datasets of the Hub do."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, int]]:
+        return [{"x": n, "at_once": 1} for n in numbers]
+
+
+class Faulty(list[dict[str, int]]):
+    """Its seventh sample cannot be read."""
+
+    def __getitem__(self, number: object) -> dict[str, int]:  # type: ignore[override]
+        if number == 7:
+            raise OSError("sample 7")
+        return super().__getitem__(number)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("data", [[{"x": n} for n in range(11)], Several()], ids=["one by one", "at once"])
+def test_batches_made_here_are_those_of_torchs_own_iterator(data: object, start: int) -> None:
+    def make() -> DataLoader[object]:
+        return make_loader(data, default_data_collator, batch_size=3, shuffle=True, seed=4, drop_last=False, workers=0)
+
+    loader, theirs = make(), make()
+    theirs.batch_sampler.start = start  # type: ignore[union-attr]
+    state = torch.get_rng_state()
+    found, expected = list(from_batch(loader, 0, start)), list(theirs)
+    assert torch.equal(torch.get_rng_state(), state), "torch's own iterator draws from the loader's generator"
+    assert len(found) == len(expected) == 4 - start
+    for ours, other in zip(found, expected, strict=True):
+        assert ours.keys() == other.keys()
+        assert all(torch.equal(ours[k], other[k]) for k in ours)
+
+
+def test_what_reading_a_sample_raises_comes_through() -> None:
+    data = Faulty({"x": n} for n in range(11))
+    loader = make_loader(data, default_data_collator, batch_size=3, shuffle=False, seed=0, drop_last=False, workers=0)
+    batches = from_batch(loader, 0, 0)
+    assert len(list(itertools.islice(batches, 2))) == 2
+    with pytest.raises(OSError, match="sample 7"):
+        next(batches)
+
+
+@pytest.mark.parametrize("columns", [("x",), ("x", "text"), ("text", "labels", "x")])
+def test_columns_that_are_taken_go_on_as_they_are_and_others_do_not(columns: tuple[str, ...]) -> None:
+    seen: list[object] = []
+    samples = [dict.fromkeys(columns, n) for n in range(3)] + [{"x": 3, "more": 0}]
+    ColumnFilter(lambda rows: seen.extend(rows) or {}, {"x", "labels"})(samples)
+    assert seen == [{k: v for k, v in sample.items() if k in ("x", "labels")} for sample in samples]
