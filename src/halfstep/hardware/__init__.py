@@ -4,8 +4,9 @@ from halfstep.hardware.capabilities import Capabilities as Capabilities
 from halfstep.hardware.doctor import Diagnosis as Diagnosis
 from halfstep.hardware.doctor import diagnose as diagnose
 from halfstep.hardware.doctor import doctor as doctor
+from halfstep.hardware.heap import give_back_unused_memory as give_back_unused_memory
+from halfstep.hardware.heap import keep_memory as keep_memory
 from halfstep.hardware.probe import default_device as default_device
-from halfstep.hardware.probe import give_back_unused_memory as give_back_unused_memory
 from halfstep.hardware.probe import memory_in_use as memory_in_use
 from halfstep.hardware.probe import parse_device as parse_device
 from halfstep.hardware.probe import probe as probe

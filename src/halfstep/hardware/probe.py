@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -150,13 +148,3 @@ def memory_in_use(device: torch.device) -> int:
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def give_back_unused_memory() -> None:
-    """Let the C library give memory back to the system that it holds and nobody uses (glibc's malloc_trim; with other libraries nothing is done).
-
-    Freed tensors leave holes between those that stay, and glibc keeps these for later. Some milliseconds.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

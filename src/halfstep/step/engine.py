@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from halfstep import numerics
 from halfstep.errors import ConfigError, StepOrderError
+from halfstep.hardware import keep_memory
 from halfstep.optim import RELEASES
 from halfstep.step import checks, clipping, guard, judging, narrow, taking
 from halfstep.step.backward import through, value_of, when_backward_ends
@@ -132,8 +133,8 @@ class StepEngine:
         state.penalty = None
         self.settle()
         self._begin()
-        reached = self._reached(loss)
-        known = state.everybody()
+        keep_memory(loss.device)
+        reached, known = self._reached(loss), state.everybody()
         if state.scaling.active:
             state.ledger.look(known)
         else:  # looked at when the backward pass begins
@@ -358,9 +359,7 @@ class StepEngine:
         if closure is None and not gradients(optimizer):
             return taking.no_gradients(state, optimizer)
         if state.scaling.active and record.awaits_update:
-            raise StepOrderError(
-                "step() was called twice on one optimizer without update() between", "Call update() once per iteration, after step()."
-            )
+            raise StepOrderError("step() was called twice without update() between", "Call update() once per iteration, after step().")
         if closure is None and state.scaling.active and record.stepped:
             raise StepOrderError("step() was called twice for one backward pass", "Call scale(loss).backward() before each step().")
         if closure is None and state.scaling.active and state.made_under is None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from halfstep.amp.recompute import recompute_blocks
+from halfstep.hardware import give_back_unused_memory
 from halfstep.trainer.arguments import TrainingArguments
 from halfstep.trainer.neftune import add_noise, input_embeddings
 from halfstep.trainer.releasing import end_release
@@ -53,6 +54,7 @@ class Changes:
     def in_training(self) -> Iterator[None]:
         """The block in which it is trained."""
         with ExitStack() as stack:
+            stack.callback(give_back_unused_memory)  # kept from step to step until here
             if self.args.gradient_checkpointing:
                 made = recompute_blocks(self.model, self.settings)
                 stack.callback(made.remove)
