@@ -14,6 +14,7 @@ from halfstep.numerics import FORMATS, Format
 
 LOOKED_AT = 4096  # elements of a tensor that are counted, at most
 ROW = 6  # numbers in a row: zeros, not finite, small, near the limit; largest magnitude, Euclidean norm
+PIECE = 1 << 20  # elements of a 16-bit tensor that are cast up at once on a CPU: 4 MB in fp32
 TOGETHER = 64  # tensors that are counted at once, which bounds the temporary memory
 NEAR = 0.5  # share of a format's limit from which on a number is near it
 MEASURED = {f.dtype: f for f in (FORMATS["fp32"], FORMATS["bf16"], FORMATS["fp16"])}  # tensors of other dtypes are not measured
@@ -60,10 +61,25 @@ def rows(tensors: Sequence[Tensor], formats: Sequence[Format], device: torch.dev
         parts = (
             torch.cat([_counts(some[i : i + TOGETHER], formats[places[0]]) for i in range(0, len(some), TOGETHER)]),
             numerics.largest_of_each(some, some[0].device)[:, None],
-            numerics.norms(some, some[0].device)[:, None],
+            _lengths(some)[:, None],
         )
         found[places] = torch.cat([part.double() for part in parts], 1).to(device)
     return found
+
+
+def _lengths(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of each, in fp32. On a CPU 16-bit ones by pieces, in one buffer.
+
+    torch casts each of them up as a whole, into another hole of the heap every time, until all holes are resident.
+    """
+    if tensors[0].device.type != "cpu" or tensors[0].dtype == torch.float32:
+        return numerics.norms(tensors, tensors[0].device)
+    buffer = torch.empty(min(PIECE, max(t.numel() for t in tensors)))
+    found = []
+    for t in tensors:
+        pieces = [torch.linalg.vector_norm(buffer[: piece.numel()].copy_(piece)) for piece in t.reshape(-1).split(PIECE)]
+        found.append(pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces)))
+    return torch.stack(found)
 
 
 def _counts(tensors: list[Tensor], form: Format) -> Tensor:

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.numerics import FORMATS
+from halfstep.step import spread
 from halfstep.step.spread import LOOKED_AT, TOGETHER, joined, looked_at, rows
 
 CPU = torch.device("cpu")
@@ -96,3 +98,33 @@ def test_an_inf_that_the_sample_misses_is_told() -> None:
     found = joined(rows([t], [FORMATS["fp32"]], CPU).tolist(), [t.numel()])
     assert found[2] > 0
     assert found[5] == math.inf
+
+
+class Widened(TorchDispatchMode):
+    """Notes the sizes of all fp32 tensors that are made, a size for each piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.kept: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(t, Tensor) and t.dtype == torch.float32:
+                self.kept.append(t)  # so that no memory is given out twice
+                self.sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 4
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_no_16_bit_tensor_is_cast_up_as_a_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer of PIECE elements serves all: a copy of each would touch all holes of the heap in turn."""
+    monkeypatch.setattr(spread, "PIECE", 1000)
+    tensors = [torch.randn(50, 70).to(dtype) for _ in range(20)] + [torch.randn(7).to(dtype)]
+    with Widened() as seen:
+        found = rows(tensors, [FORMATS["bf16"]] * len(tensors), CPU)
+    large = [size for size in seen.sizes.values() if size > 100]
+    assert large == [1000]
+    for t, row in zip(tensors, found, strict=True):
+        assert float(row[5]) == pytest.approx(float(t.double().norm()), rel=1e-6)
