@@ -77,7 +77,7 @@ def _lengths(tensors: Sequence[Tensor]) -> Tensor:
     buffer = torch.empty(min(PIECE, max(t.numel() for t in tensors)))
     found = []
     for t in tensors:
-        pieces = [torch.linalg.vector_norm(buffer[: piece.numel()].copy_(piece)) for piece in t.reshape(-1).split(PIECE)]
+        pieces = [torch.linalg.vector_norm(buffer[: piece.numel()].copy_(piece)) for piece in torch.split(t.reshape(-1), PIECE)]
         found.append(pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces)))
     return torch.stack(found)
 
