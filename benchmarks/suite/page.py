@@ -100,6 +100,10 @@ def machines(rows: Sequence[dict[str, Any]]) -> str:
         groups.setdefault(text + ", ".join(f"{k} {v}" for k, v in m["versions"].items()) + f"; {row['day']}.", []).append(row["name"])
     lines = [text if len(groups) == 1 else f"- {', '.join(names)}: {text}" for text, names in groups.items()]
     bandwidths, products = ([r["rates"][k] / 1e9 for r in rows] for k in ("bandwidth", "products"))
+    shared = [row["name"] for row in rows if row.get("one_process")]
+    if shared:
+        every = "All rows" if len(shared) == len(rows) else ", ".join(shared)
+        lines.append(f"{every}: measured when contenders still shared one process, with the C library's heap as it was then.")
     lines.append(
         f"Over the rows: memory {span(bandwidths)} GB/s, fp32 product {span(products)} GFLOP/s, load before a row {span([r['load'] for r in rows])}."
     )
