@@ -12,6 +12,7 @@ WORKER = """
 import json, sys
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # keeps the group that there is at its import, and gloo's threads with it: before there is one
 from halfstep.amp import GradScaler
 
 rank, port, strategy = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -54,12 +55,9 @@ def test_two_ranks_step_together_and_keep_one_scale(strategy: str) -> None:
         )
         for rank in range(2)
     ]
-    told = []
-    for process in ranks:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        told.append(json.loads(out.splitlines()[-1]))
-    one, other = told
+    said = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    one, other = (json.loads(out.splitlines()[-1]) for out, _ in said)
     assert [step[:3] for step in one] == [step[:3] for step in other]
     assert [step[0] for step in one][:3] == [True, True, True] if strategy == "follow" else not one[0][0]
     assert [step[1] for step in one][4] == "nonfinite-loss"
