@@ -2,7 +2,8 @@
 
 glibc maps a block of more than 32 MiB (at first 128 KiB) anew each time it is asked for, unmaps it when it is freed, and gives the end of its heap
 back as soon as that is free. A training step asks for the same gigabyte every time, and its pages come back one by one, each by a page fault and full
-of zeros: 20 to 30 % of a step of a small language model. Kept memory is resident between the steps; the peak of the process stays what it was.
+of zeros: 20 to 30 % of a step of a small language model. Kept memory is resident between the steps; the peak of the process stays near
+what it was, a tenth above it where the sizes of batches change all the time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ kept: bool | None = None  # whether this process keeps its memory; None: not ask
 def keep_memory(device: torch.device) -> bool:
     """Let the C library keep what large tensors have freed, up to 2 GiB each, in this process from now on: for who trains on a CPU.
 
-    The first loss does it. Whether it does: False for a GPU, for another library than glibc, with HALFSTEP_KEEP_MEMORY=off, and where the environment
-    already sets glibc's heap (MALLOC_MMAP_THRESHOLD_ and the like, GLIBC_TUNABLES), which is then left alone. Source: mallopt(3).
+    The first loss does it. Whether it does: False for a GPU, for another library than glibc and one that takes no such thresholds, with
+    HALFSTEP_KEEP_MEMORY=off, and where the environment already sets glibc's heap (MALLOC_MMAP_THRESHOLD_ and the like, GLIBC_TUNABLES), which is then
+    left alone. Source: mallopt(3).
     """
     global kept
     if kept is None and device.type == "cpu":

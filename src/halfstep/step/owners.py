@@ -22,7 +22,7 @@ class ByOwner(Generic[T]):
     def get(self, owner: Any) -> T | None:
         """The value for an owner, or None."""
         known = self._kept.get(id(owner))
-        return known[1] if known is not None else None  # an id is given out again when its owner has died, and its entry with it
+        return known[1] if known is not None and known[0]() is owner else None  # an id is given out again when its owner has died
 
     def put(self, owner: Any, value: T) -> T:
         """Keep a value for an owner."""

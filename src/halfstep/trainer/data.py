@@ -320,8 +320,9 @@ class ColumnFilter:
         """Drop and collate."""
         if self.taken is None or not isinstance(features[0], Mapping):
             return self.collate(features)
-        kept = features
-        if not all(map(self.taken.issuperset, features)):
+        if all(map(self.taken.issuperset, features)):
+            kept = list(map(dict, features))  # a collator may change what it is given, and the dataset's own must not change
+        else:
             kept = [{k: v for k, v in f.items() if k in self.taken} for f in features]
         if not set(kept[0]) - LABEL_NAMES:
             column = next(iter(features[0]), "")

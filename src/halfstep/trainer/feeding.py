@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
@@ -24,7 +25,7 @@ class Feeding(TrainingLoop):
     eval_dataset: Any
     data_collator: Collator
     _taken: set[str] | None  # the columns that the model takes
-    _prepared: Any = None  # the last inputs that were made of a batch, which need not be made again
+    _prepared: Any = None  # the last inputs that were made of a batch, and their values: as they are they need not be made again
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data. One of your own works; resuming then reads past the batches that were used."""
@@ -120,5 +121,11 @@ class Feeding(TrainingLoop):
     def _inputs(self, batch: Any) -> dict[str, Any]:
         """A batch of a loader, checked, as named tensors on the device."""
         check_batch(self.model, batch, self.label_names)
-        inputs = self._prepared = self._prepare_inputs(batch)
+        inputs = self._prepare_inputs(batch)
+        self._prepared = (inputs, list(inputs.values())) if isinstance(inputs, dict) else None
         return inputs
+
+    def _as_prepared(self, inputs: Any) -> bool:
+        """Whether these inputs are the last that were made of a batch, with nothing put into them since. Asked once."""
+        known, self._prepared = self._prepared, None
+        return known is not None and inputs is known[0] and len(inputs) == len(known[1]) and all(map(is_, inputs.values(), known[1]))

@@ -273,8 +273,7 @@ class Trainer(Feeding, Evaluating):
         """
         if not _trains(model):
             model.train()
-        prepared, self._prepared = self._prepared, None
-        inputs = inputs if inputs is prepared else self._prepare_inputs(inputs)
+        inputs = inputs if self._as_prepared(inputs) else self._prepare_inputs(inputs)
         items = noting(num_items_in_batch)
         more: dict[str, Any] = {"num_items_in_batch": items} if items is not None and self._loss_takes_items else {}
         with self.compute_loss_context_manager(), explained(inputs, self.label_names, model):

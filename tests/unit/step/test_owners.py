@@ -66,3 +66,12 @@ def test_an_owner_that_dies_after_its_value_was_replaced_takes_the_new_value_alo
     assert kept.values() == ["new"]
     del owner
     assert kept.values() == []
+
+
+def test_an_id_that_is_given_out_again_is_another_owner() -> None:
+    """In a copy of the table, whose entries stay when their owner goes."""
+    kept: ByOwner[int] = ByOwner()
+    gone, new = Owner(), Owner()
+    kept.put(gone, 1)
+    kept._kept[id(new)] = kept._kept.pop(id(gone))  # as if `new` had the id of `gone`
+    assert kept.get(new) is None

@@ -258,3 +258,9 @@ def test_columns_that_are_taken_go_on_as_they_are_and_others_do_not(columns: tup
     samples = [dict.fromkeys(columns, n) for n in range(3)] + [{"x": 3, "more": 0}]
     ColumnFilter(lambda rows: seen.extend(rows) or {}, {"x", "labels"})(samples)
     assert seen == [{k: v for k, v in sample.items() if k in ("x", "labels")} for sample in samples]
+
+
+def test_a_collator_that_changes_its_samples_changes_no_dataset() -> None:
+    samples = [{"x": n, "labels": n} for n in range(3)]
+    ColumnFilter(lambda rows: {"labels": [row.pop("labels") for row in rows]}, {"x", "labels"})(samples)
+    assert samples == [{"x": n, "labels": n} for n in range(3)]

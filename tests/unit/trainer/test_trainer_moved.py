@@ -225,3 +225,34 @@ def test_an_optimizer_is_made_of_the_class_that_was_given(tmp_path: Path) -> Non
     assert type(made.optimizer.optimizer) is torch.optim.Adagrad
     assert [g["weight_decay"] for g in made.optimizer.param_groups] == [0.1, 0.0]
     assert made.optimizer.defaults["lr"] == 0.25
+
+
+@pytest.mark.parametrize("change", [None, "put", "replace"])
+def test_inputs_that_an_override_has_changed_are_prepared(tmp_path: Path, change: str | None) -> None:
+    """Those of the loop are not prepared twice; a tensor put into them may be on another device, so they are."""
+    prepared: list[set[str]] = []
+
+    class Own(Trainer):
+        def _prepare_inputs(self, inputs):
+            prepared.append(set(inputs))
+            return super()._prepare_inputs(inputs)
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if change == "put":
+                inputs["more"] = torch.ones(2)
+            elif change == "replace":
+                inputs["labels"] = inputs["labels"].clone()
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = torch.nn.Linear(2, 1)
+
+        def forward(self, x, labels=None, more=None):
+            return {"loss": (self.line(x) - labels).square().mean()}
+
+    data = [{"x": torch.randn(2), "labels": torch.ones(1)} for _ in range(2)]
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none")
+    Own(model=Net(), args=args, train_dataset=data).train()
+    assert len(prepared) == (1 if change is None else 2)
