@@ -8,12 +8,13 @@ none with dropout: up to `KEPT` scores are then left to torch, which computes th
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.amp import scratch
+from halfstep.amp import dropout, scratch
 from halfstep.amp.mode import Route
 from halfstep.amp.rounding import again, applied, eligible, exactly, forward_mode, gradients_again, narrow, recorded, rounded, transformed, unseen
 from halfstep.amp.scratch import GRADIENT, LEFT, RIGHT, SUM
@@ -94,6 +95,23 @@ def _with_dropout(
     return torch.matmul(shares * (keep.float().div_(share) if share > 0 else keep.float()), v)
 
 
+def _as_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, p: float, causal: bool, scale: float | None, grouped: bool) -> Tensor | None:
+    """torch._scaled_dot_product_attention_math with its bits, and dropout drawn by `halfstep.amp.dropout`; None where that draws nothing."""
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    root = math.sqrt(abs(factor))
+    wide, keys, values = q.float() * (root if factor >= 0 else -root), k.float(), v.float()
+    if grouped:
+        keys, values = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (keys, values))
+    scores = torch.matmul(wide, keys.mT * root)
+    if not dropout.drawable(scores, p):
+        return None
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    bias = _as_bias(mask)
+    shares = torch._safe_softmax(scores if bias is None else scores.add_(bias), -1)
+    return torch.matmul(dropout.drop(shares, p), values).to(q.dtype)
+
+
 def attention(
     dtype: torch.dtype,
     func: Route,
@@ -120,7 +138,8 @@ def attention(
     masks = [] if attn_mask is None else [narrow(attn_mask, dtype) if attn_mask.is_floating_point() else attn_mask]
     if dropout_p > 0 and _few_scores(q, k) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():  # type: ignore[no-untyped-call]
         # torch itself then computes in fp32 from 16-bit operands and rounds once; it keeps fp32 scores, and need not compute them again
-        return func(q, k, v, *(masks or [None]), dropout_p, is_causal, **options)
+        kept = exactly(_as_torch, q, k, v, *(masks or [None]), p=dropout_p, causal=is_causal, scale=scale, grouped=enable_gqa)
+        return func(q, k, v, *(masks or [None]), dropout_p, is_causal, **options) if kept is None else kept
     if dropout_p > 0 and recorded(q, k, v, *masks):
         batch: Any = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
         shape = (*batch, q.shape[-2], k.shape[-2])

@@ -218,7 +218,7 @@ def _under(forward: Callable[..., Any], block: Block) -> Callable[..., Any]:
         if plain and inside.policy is None:
             outputs = forward(self, *args, **kwargs)
         else:
-            with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type):
+            with Within(policy, joins, unread), forward_context(policy, device, products), minded(care, device.type):
                 outputs = inner(self, *args, **kwargs)
         return upcast(outputs) if policy.output == "fp32" and not unread else outputs
 
@@ -234,14 +234,16 @@ def _part(forward: Callable[..., Any], block: Block, in_held: bool, narrow: bool
     must be 16-bit too.
     """
     policy, device, care, joins, products = block.policy, block.device, block.care, block.joins, block.products
-    inner = kept_as(forward, policy)
+    from halfstep.amp.written_out import in_fewer_passes  # where something is bound
+
+    inner, call = kept_as(forward, policy), in_fewer_passes(forward)
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if narrow:
             args, kwargs = cast_floating(args, policy.dtype), cast_floating(kwargs, policy.dtype)
         if inside.policy is policy:
-            return forward(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
         island = autocast(device.type, enabled=False) if in_held else nullcontext()
         with Within(policy, joins), forward_context(policy, device, products), minded(care, device.type), island:
             outputs = inner(self, *args, **kwargs)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.amp import products
+from halfstep.amp import dropout, products
 from halfstep.amp.attention import attention
 from halfstep.amp.contraction import einsum
 from halfstep.amp.convolution import convolution
@@ -61,7 +61,7 @@ FAMILIES: Mapping[str, frozenset[Any]] = {  # functions whose 16-bit kernels are
 def is_active() -> bool:
     """Whether products are emulated in this thread; a second emulation inside would only repeat the work."""
     mode = current("cpu")
-    return mode is not None and (mode.tables.emulated or bool(mode.tables.low))
+    return mode is not None and (mode.tables.emulated or bool(mode.tables.low and mode.tables.low.keys() - dropout.ROUTE.keys()))
 
 
 class Emulation(OpMode):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.amp import large
 from halfstep.amp.chunks import Form, Found, computed, reduced, weights_of
 from halfstep.amp.emulation import ROUTES
 from halfstep.amp.mode import current, inside, numbered, without_autocast
@@ -128,7 +129,7 @@ def _decided(device: str, dtype: torch.dtype, on: bool, number: int) -> tuple[to
     route = tables.on.get(F.linear) if on and tables is not None else None
     low = tables.low if not on and tables is not None else None  # inside a model that is in 16 bits as a whole
     emulated = route is ROUTES[F.linear] or route is rounded or F.linear in (low or {})
-    if route is not None and not emulated:
+    if route not in (None, large.linear) and not emulated:
         return torch.float32, False  # the user's list has it in fp32
     if device != "cpu" or dtype not in HALF:
         return dtype, False

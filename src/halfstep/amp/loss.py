@@ -1,47 +1,46 @@
-"""Cross entropy over a large vocabulary on a CPU, in pieces of a few rows: the numbers of torch's, without its three fp32 tensors of all logits.
+"""Cross entropy over a large vocabulary on a CPU, without torch's three fp32 tensors of all logits.
 
 torch makes the logarithms of all probabilities, keeps them for the backward pass, and makes their gradient before that of the logits. Here both
-passes go over the logits a few rows at a time, in the cache; what the forward pass found is computed again in the backward pass. With 512 tokens and
-32,000 words this takes 200 MB less.
+passes go over the logits a row at a time, in the cache, and two numbers of each row are kept. The arithmetic is that of
+`halfstep.numerics.cross_entropy`: sums in fp64 and one rounding of each loss, so the numbers are nearer to the exact ones than torch's.
 """
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.amp.mode import Route
+from halfstep.amp.mode import Route, inside
 from halfstep.amp.ops import HALF
 from halfstep.amp.rounding import applied, exactly, forward_mode, recorded, transformed, unseen
 from halfstep.amp.scratch import is_batch, straight
+from halfstep.kernels import loss_kernels
+from halfstep.numerics.standins import asked
 
-WHOLE = 1 << 23  # logits up to which torch's own function is faster: 32 MiB in fp32, from where on each new tensor is fresh memory
-PIECE = 1 << 19  # logits of a piece: 2 MiB in fp32
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # torch's numbers for them
-
-
-def _pieces(logits: Tensor) -> list[slice]:
-    step = max(1, PIECE // logits.shape[1])
-    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
+WHOLE = 1 << 20  # logits up to which torch's own function runs
+_REDUCTIONS = ("none", "mean", "sum")
 
 
-def _loss(logits: Tensor, target: Tensor, reduction: str, ignored: int) -> tuple[Tensor, Tensor]:
-    """The loss in fp32, and how many rows count."""
-    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    for s in _pieces(logits):
-        losses[s] = F.nll_loss(torch.log_softmax(logits[s].float(), 1), target[s], reduction="none", ignore_index=ignored)
+def _arithmetic() -> ModuleType:
+    return loss_kernels() or importlib.import_module("halfstep.numerics.cross_entropy")
+
+
+def _loss(logits: Tensor, target: Tensor, reduction: str, ignored: int) -> tuple[Tensor, ...]:
+    """The loss in fp32, how many rows count, and of each row its largest logit and the sum of its exponentials."""
+    losses, largest, sums = _arithmetic().losses(logits, target, ignored)
     counts = target != ignored
-    if reduction == "none":
-        return losses, counts.sum().float()
-    # summed by torch's function, in its order; the row that a target of 0 chooses is the only one
-    rows = torch.where(counts, 0, -1)
-    return F.nll_loss(losses.neg_()[:, None], rows, reduction=reduction, ignore_index=-1), counts.sum().float()
+    if reduction != "none":
+        # summed by torch's function, in its order; the row that a target of 0 chooses is the only one
+        losses = F.nll_loss(losses.neg_()[:, None], torch.where(counts, 0, -1), reduction=reduction, ignore_index=-1)
+    return losses, counts.sum().float(), largest, sums
 
 
-def _gradient(grad: Tensor, logits: Tensor, target: Tensor, reduction: str, ignored: int, count: Tensor) -> Tensor:
+def _gradient(grad: Tensor, logits: Tensor, target: Tensor, count: Tensor, largest: Tensor, sums: Tensor, reduction: str, ignored: int) -> Tensor:
     if torch.is_grad_enabled():  # it will be differentiated in its turn
         wide = logits.float()
         loss = F.cross_entropy(wide, target, reduction=reduction, ignore_index=ignored)
@@ -51,13 +50,8 @@ def _gradient(grad: Tensor, logits: Tensor, target: Tensor, reduction: str, igno
             wide = logits.detach().float().requires_grad_()
             loss = F.cross_entropy(wide, target, reduction=reduction, ignore_index=ignored)
         return torch.autograd.grad(loss, wide, grad)[0].to(logits.dtype)
-    found = torch.empty_like(logits)
-    for s in _pieces(logits):
-        logs = torch.log_softmax(logits[s].float(), 1)
-        each = grad[s] if reduction == "none" else grad
-        above = torch.ops.aten.nll_loss_backward(each, logs, target[s], None, _REDUCTIONS[reduction], ignored, count)
-        found[s].copy_(torch._log_softmax_backward_data(above, logs, 1, torch.float32))
-    return found
+    above = grad / count if reduction == "mean" else grad
+    return _arithmetic().gradient(logits, target, ignored, largest, sums, above.expand(len(logits)))  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -65,18 +59,39 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor:
-        loss, count = exactly(_loss, logits, target, reduction, ignored)
-        ctx.save_for_backward(logits, target, count)
+        loss, *found = exactly(_loss, logits, target, reduction, ignored)
+        ctx.save_for_backward(logits, target, *found)
         ctx.how = (reduction, ignored)
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, target, count = ctx.saved_tensors
-        return unseen(_gradient, grad, logits, target, *ctx.how, count), None, None, None
+        return unseen(_gradient, grad, *ctx.saved_tensors, *ctx.how), None, None, None
 
 
-def in_pieces(otherwise: Route) -> Route:
+def widened(dtype: torch.dtype, func: Route, /, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.Tensor.float and torch.Tensor.to: logits of which an fp32 copy is made for their loss alone are remembered with it."""
+    wide = func(x, *args, **kwargs)
+    if transformed() or not inside.loss_alone or not isinstance(wide, Tensor) or not isinstance(x, Tensor):
+        return wide
+    grows = x.dtype in HALF and wide.dtype == torch.float32 and x.numel() > WHOLE and x.device.type == wide.device.type == "cpu"
+    if grows and x.requires_grad and straight(x, wide):
+        wide.halfstep_copy_of = (x, x._version)  # type: ignore[attr-defined]
+    return wide
+
+
+def _source(logits: Tensor) -> Tensor:
+    """The 16-bit logits that these are an fp32 copy of, in their shape, where nobody can ask for the gradient of the copy; else these."""
+    wide = logits if logits._base is None else logits._base
+    x, version = getattr(wide, "halfstep_copy_of", (None, 0))
+    if x is None or not inside.loss_alone or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return logits
+    watched = any(t._backward_hooks or t.retains_grad for t in (logits, wide))
+    whole = logits.numel() == x.numel() and logits.is_contiguous() and wide.is_contiguous() and x.is_contiguous()
+    return x.view(logits.shape) if whole and not watched and x._version == version and wide._version == 0 else logits
+
+
+def by_rows(otherwise: Route) -> Route:
     """torch.nn.functional.cross_entropy of [rows, classes] with one class for each row; other forms of it go the other way."""
 
     def route(dtype: torch.dtype, func: Route, /, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +99,9 @@ def in_pieces(otherwise: Route) -> Route:
         given = dict(zip(names, args, strict=False)) | kwargs
         ignored, reduction = given.pop("ignore_index", -100), given.pop("reduction", "mean")
         plain = not given.pop("label_smoothing", 0.0) and not any(v is not None for v in given.values()) and reduction in _REDUCTIONS
-        if not plain or not _large(input, target) or forward_mode() or transformed() or not recorded(input):
+        if not plain or not _large(input, target) or forward_mode() or transformed() or not recorded(input) or not _classes(input, target, ignored):
             return otherwise(dtype, func, input, target, *args, **kwargs)
-        return applied(_CrossEntropy, input, target, reduction, ignored)
+        return applied(_CrossEntropy, _source(input), target, reduction, ignored)
 
     return route
 
@@ -96,3 +111,8 @@ def _large(logits: Any, target: Any) -> bool:
         return False
     fits = logits.dim() == 2 and target.dim() == 1 and logits.shape[0] == target.shape[0] and target.dtype == torch.int64
     return fits and logits.numel() > WHOLE and logits.dtype in (*HALF, torch.float32)
+
+
+def _classes(logits: Tensor, target: Tensor, ignored: int) -> bool:
+    """Whether every target is a class or ignored: torch says which is not."""
+    return asked(target, lambda t: bool(((t >= 0) & (t < logits.shape[1]) | (t == ignored)).all()), unknown=True)

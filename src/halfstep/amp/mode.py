@@ -94,7 +94,7 @@ class Inside(threading.local):
 
     backward: number of the backward pass in which that forward pass is computed again, -1 for none. around: policy and joins around it.
     begun_under: the hooks on saved tensors that were there when it began: an activation checkpoint around it.
-    unread: nobody reads the outputs of the bound module that is called next, but for its loss.
+    unread: nobody reads the outputs of the bound module that is called next, but for its loss; loss_alone: so it is for the one that is running.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Inside(threading.local):
         self.backward = -1
         self.around: tuple[Any, Joins | None] = (None, None)
         self.begun_under: Any = None
-        self.unread = False
+        self.unread = self.loss_alone = False
 
 
 inside = Inside()
@@ -235,16 +235,19 @@ class Applied:
 
 
 class Within:
-    """The block in which this thread counts as inside the forward pass of a module bound to `policy`; joins: for one with weights kept in 16 bits."""
+    """The block in which this thread counts as inside the forward pass of a module bound to `policy`; joins: for one with weights kept in 16 bits.
 
-    def __init__(self, policy: Any, joins: Joins | None = None) -> None:
-        self.policy, self.joins = policy, joins
-        self._before: tuple[Any, Joins | None, int, Any, Any] = (None, None, -1, (None, None), None)
+    loss_alone: nobody will read its outputs but for the loss.
+    """
+
+    def __init__(self, policy: Any, joins: Joins | None = None, loss_alone: bool = False) -> None:
+        self.policy, self.joins, self.loss_alone = policy, joins, loss_alone
+        self._before: tuple[Any, Joins | None, int, Any, Any, bool] = (None, None, -1, (None, None), None, False)
 
     def __enter__(self) -> Within:
-        self._before = (inside.policy, inside.joins, inside.backward, inside.around, inside.begun_under)
+        self._before = (inside.policy, inside.joins, inside.backward, inside.around, inside.begun_under, inside.loss_alone)
         inside.around = self._before[:2]
-        inside.policy, inside.joins = self.policy, self.joins
+        inside.policy, inside.joins, inside.loss_alone = self.policy, self.joins, self.loss_alone
         if not torch.compiler.is_compiling():
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
             inside.begun_under = hooks[0] if hooks is not None else None
@@ -253,7 +256,7 @@ class Within:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        inside.policy, inside.joins, inside.backward, inside.around, inside.begun_under = self._before
+        inside.policy, inside.joins, inside.backward, inside.around, inside.begun_under, inside.loss_alone = self._before
 
 
 class Unread:

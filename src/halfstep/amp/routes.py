@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.amp import embedding, loss, ops
+from halfstep.amp import dropout, embedding, large, loss, ops
 from halfstep.amp.contraction import contracts
 from halfstep.amp.emulation import FAMILIES, ROUTES, rounded
 from halfstep.amp.mode import Route, Tables, without_autocast
@@ -151,6 +151,8 @@ def tables(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple
     """
     ops.check_lists(fp32_ops, half_ops)
     on: dict[Any, Route] = {function: ROUTES[function] for family in emulated for function in FAMILIES[family]}
+    on |= dropout.ROUTE if device == "cpu" else {}
+    on |= large.ROUTE if device == "cpu" and "matmul" not in emulated else {}
     if op_list == "cuda" and device == "cpu":
         exact, sums = [name for name in ops.WIDEST if name not in ops.SUMS_OF_PRODUCTS], ops.SUMS_OF_PRODUCTS
         on |= dict.fromkeys(every_form(ops.LOW_ON_CUDA_ONLY), _low(device)) | ({torch.einsum: _einsum} if "matmul" in emulated else {})
@@ -159,8 +161,9 @@ def tables(device: str, op_list: str, fp32_ops: tuple[str, ...], half_ops: tuple
         on |= dict.fromkeys(every_form(ops.SUMS_BY_INDEX), _summed(device)) | embedding.ROUTE
         on |= dict.fromkeys(every_form(ops.UNSAFE), _refused(device)) | dict.fromkeys(every_form(ops.FP32), _wide(device))
         on |= dict.fromkeys(every_form(ops.LEAVES), _wide_leaf(device)) | dict.fromkeys(
-            every_form(("cross_entropy",)), loss.in_pieces(_wide_leaf(device))
+            every_form(("cross_entropy",)), loss.by_rows(_wide_leaf(device))
         )
+        on |= dict.fromkeys((Tensor.float, Tensor.to), loss.widened)
     on |= {func: _guarded(func, _wide(device)) for func in every_form(fp32_ops)} | {
         func: _guarded(func, _low(device)) for func in every_form(half_ops)
     }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.amp import ops
+from halfstep.amp import dropout, ops
 from halfstep.amp.emulation import FAMILIES, ROUTES
 from halfstep.amp.mode import Applied, Route, Tables, current, numbered
 from halfstep.amp.rounding import rounded
@@ -63,7 +63,7 @@ def routes(form: str, emulated: tuple[str, ...]) -> Mapping[Any, Route]:
     if "matmul" in emulated:
         found |= {torch.einsum: _einsum} | dict.fromkeys(ops.every_form(_OTHERS), rounded)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[form]
-    return {function: _of_one_format(dtype, route) for function, route in found.items()}
+    return {function: _of_one_format(dtype, route) for function, route in found.items()} | dropout.ROUTE
 
 
 @functools.cache

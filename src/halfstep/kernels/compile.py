@@ -35,6 +35,34 @@ def compiled(function: Function, *parts: str) -> Function:
         return cast(Function, numba.njit(nogil=True, **_OPTIONS)(function))
 
 
+def for_team(function: Function, *parts: str) -> int:
+    """The address of a function of one address, compiled now for this machine and kept on disk in the same way: for `pool.run`."""
+    digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, *parts))).hexdigest()[:16]
+    function.__qualname__ = f"{function.__qualname__}_{digest}"
+    signature = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
+    try:
+        return cast(int, numba.cfunc(signature, cache=True, **_OPTIONS)(function).address)
+    except RuntimeError:  # "no locator available"
+        return cast(int, numba.cfunc(signature, **_OPTIONS)(function).address)
+
+
+def _adder() -> Function:
+    """A part that adds to the int64 at an address, one thread at a time, and gives what it was."""
+
+    @intrinsic
+    def added_to(context: Any, address: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            at = builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(types.int64)))  # type: ignore[no-untyped-call]
+            return builder.atomic_rmw("add", at, arguments[1], "monotonic")
+
+        return types.int64(types.int64, types.int64), generate
+
+    return added_to
+
+
+added_to = _adder()
+
+
 def part(function: Function) -> Function:
     """A part of a compiled function, compiled for itself."""
     return cast(Function, numba.njit(**_PART)(function))
@@ -64,7 +92,7 @@ def pointer_to(dtype: Any) -> Function:
 
 
 _at_f32, _at_i16, _at_i8, _at_u8 = pointer_to(types.float32), pointer_to(types.int16), pointer_to(types.int8), pointer_to(types.uint8)
-_at_i32, _at_u32 = pointer_to(types.int32), pointer_to(types.uint32)
+_at_i32, _at_u32, _at_u64 = pointer_to(types.int32), pointer_to(types.uint32), pointer_to(types.uint64)
 
 
 @part
@@ -101,3 +129,9 @@ def integers(address, start, n):
 def naturals(address, start, n):
     """The same of a uint32 array."""
     return carray(_at_u32(address + np.int64(4) * start), (n,), np.uint32)
+
+
+@part
+def pairs(address, start, n):
+    """`n` pairs of neighbours of a uint32 array from element `start` on, each as one uint64."""
+    return carray(_at_u64(address + np.int64(4) * start), (n,), np.uint64)

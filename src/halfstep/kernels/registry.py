@@ -54,6 +54,21 @@ def activation_kernels(of: Tensor) -> ModuleType | None:
     return importlib.import_module("halfstep.kernels.activations") if of.is_cpu and cpu_kernels() is not None else None
 
 
+def loss_kernels() -> ModuleType | None:
+    """The module `halfstep.kernels.cross_entropy`, likewise."""
+    return importlib.import_module("halfstep.kernels.cross_entropy") if cpu_kernels() is not None else None
+
+
+def bernoulli_kernels() -> ModuleType | None:
+    """The module `halfstep.kernels.bernoulli`, likewise."""
+    return importlib.import_module("halfstep.kernels.bernoulli") if cpu_kernels() is not None else None
+
+
+def gelu_kernels() -> ModuleType | None:
+    """The module `halfstep.kernels.gelu`, likewise."""
+    return importlib.import_module("halfstep.kernels.gelu") if cpu_kernels() is not None else None
+
+
 def _is_off() -> bool:
     switch = os.environ.get(SWITCH, "on").lower()
     if switch in ("off", "0", "false", "no"):

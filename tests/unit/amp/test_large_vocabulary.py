@@ -1,23 +1,26 @@
-"""Cross entropy in pieces has the bits of torch's, and keeps nothing of the size of the logits but themselves."""
+"""Cross entropy of many logits: the meaning of torch's, with a loss and gradients within its error, and nothing kept but the logits."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep import amp
 from halfstep.amp import loss
+from halfstep.amp.mode import Unread
+from halfstep.policy import parse
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 logits stand for the 8 million from which on the loss is cut up."""
+    """100 logits stand for the million from which on the loss is ours."""
     monkeypatch.setattr(loss, "WHOLE", 100)
-    monkeypatch.setattr(loss, "PIECE", 130)
 
 
 def logits(dtype: torch.dtype, rows: int = 11, classes: int = 29) -> Tensor:
@@ -39,22 +42,51 @@ def both(x: Tensor, target: Tensor, **options: Any) -> tuple[list[Tensor], list[
     return ways(ours), ways(F.cross_entropy(x.float(), target, **options)), ours.grad_fn.name()
 
 
+def near(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        # a gradient that lies between two 16-bit numbers may become either
+        torch.testing.assert_close(a.float(), b.float(), rtol={torch.float32: 3e-6}.get(a.dtype, 2**-7), atol=2e-7)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("target", [TARGETS, SOME], ids=["all", "some ignored"])
-def test_the_bits_are_those_of_torch(dtype: torch.dtype, reduction: str, target: Tensor) -> None:
+def test_loss_and_gradients_are_those_of_torch(
+    dtype: torch.dtype, reduction: str, target: Tensor, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setenv("HALFSTEP_KERNELS", "off")
     ours, theirs, name = both(logits(dtype), target, reduction=reduction)
     assert name == "_CrossEntropyBackward"
     assert [t.dtype for t in ours] == [torch.float32, dtype]
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    near(ours, theirs)
+
+
+def test_without_compiled_code_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _, _ = both(logits(torch.float32), SOME)
+    monkeypatch.setenv("HALFSTEP_KERNELS", "off")
+    plain, _, _ = both(logits(torch.float32), SOME)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 def test_all_rows_ignored_and_another_number_for_it() -> None:
     ours, theirs, _ = both(logits(torch.float32), torch.full((11,), -100))
     assert ours[0].isnan()
     assert theirs[0].isnan()
-    ours, theirs, _ = both(logits(torch.float32), torch.where(SOME == -100, 5, SOME), ignore_index=5)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not ours[1].any()
+    assert not theirs[1].any()
+    near(*both(logits(torch.float32), torch.where(SOME == -100, 5, SOME), ignore_index=5)[:2])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", [(0, 3), (1, 3), (slice(2, 3), slice(None))], ids=["row without a class", "one", "whole row"])
+def test_numbers_that_are_none_show_where_they_show_in_torch(value: float, where: Any) -> None:
+    x = logits(torch.float32).detach()
+    x[where] = value
+    for reduction in ("none", "mean"):
+        ours, theirs, _ = both(x.clone().requires_grad_(), SOME, reduction=reduction)
+        assert all(torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a.isnan(), b.isnan()) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -106,3 +138,63 @@ def test_second_derivatives_are_those_of_torch() -> None:
 
     torch.testing.assert_close(second(True), second(False))
     assert second(True).any()
+
+
+class Head(nn.Module):
+    """Logits, and the loss of transformers' causal models: of an fp32 copy of them."""
+
+    def __init__(
+        self, change: Callable[[Tensor], Any] = lambda wide: None, view: Callable[[Tensor], Tensor] = lambda wide: wide.view(-1, 29)
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(8, 29)
+        self.change, self.view = change, view
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        wide = self.layer(x).float()
+        self.change(wide)
+        return F.cross_entropy(self.view(wide), target)
+
+
+def trained(head: Head, alone: bool) -> tuple[list[Tensor], list[torch.dtype]]:
+    """The loss and all gradients, and the formats of the logits that are kept for the backward pass."""
+    amp.bind(head, parse("bf16-mixed"), torch.device("cpu"))
+    x, seen = torch.randn(1, 11, 8, generator=torch.Generator().manual_seed(2)).requires_grad_(), []
+    forward = loss._CrossEntropy.forward
+
+    def noted(ctx: Any, logits: Tensor, *others: Any) -> Tensor:
+        seen.append(logits.dtype)
+        return forward(ctx, logits, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss._CrossEntropy, "forward", staticmethod(noted))
+        with Unread() if alone else nullcontext():
+            found = head(x, TARGETS)
+    found.backward()
+    return [found.detach(), *[t.grad for t in (x, *head.parameters()) if t.grad is not None]], seen
+
+
+def test_a_loss_that_alone_is_used_is_taken_from_the_16_bit_logits() -> None:
+    (ours, kept), (usual, before) = trained(Head(), True), trained(Head(), False)
+    assert kept == [torch.bfloat16]
+    assert before == [torch.float32]
+    assert len(ours) == 4  # the loss, the input, weight and bias
+    assert all(torch.equal(a, b) for a, b in zip(ours, usual, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "view"),
+    [
+        (lambda wide: wide.mul_(2.0), lambda wide: wide.view(-1, 29)),
+        (lambda wide: wide.retain_grad(), lambda wide: wide.view(-1, 29)),
+        (lambda wide: wide.register_hook(lambda g: g * 2), lambda wide: wide.view(-1, 29)),
+        (lambda wide: None, lambda wide: (wide * 2).view(-1, 29)),
+        (lambda wide: None, lambda wide: wide.detach().requires_grad_().view(-1, 29)),
+    ],
+    ids=["changed in place", "its gradient kept", "hooked", "another tensor", "cut off"],
+)
+def test_logits_that_are_no_longer_a_copy_or_whose_gradient_is_watched_are_taken_themselves(change: Any, view: Any) -> None:
+    (ours, kept), (usual, _) = trained(Head(change, view), True), trained(Head(change, view), False)
+    assert kept == [torch.float32]
+    assert all(torch.equal(a, b) for a, b in zip(ours, usual, strict=True))

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
 from halfstep.kernels import pool
+
+
+@pytest.fixture(autouse=True, params=["torch's", "Python's"])
+def whose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The threads that take part: those of torch's OpenMP library, and those where it cannot be entered."""
+    if request.param == "Python's":
+        monkeypatch.setattr(pool, "_team", lambda: None)
+    elif pool._team() is None:
+        pytest.skip("torch's OpenMP library cannot be entered here")
+    return str(request.param)
 
 
 @pytest.fixture
@@ -84,6 +97,43 @@ def _in_child(done: multiprocessing.SimpleQueue) -> None:
     done.put(sorted(found))
 
 
+@pytest.mark.parametrize("threads", [3], indirect=True)
+def test_an_interrupt_between_two_pieces_reaches_the_caller(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = pool._Call._next
+
+    def interrupted(call: pool._Call) -> int | None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return take(call)
+
+    monkeypatch.setattr(pool._Call, "_next", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.share(lambda piece: None, 40)
+    monkeypatch.undo()
+    done: list[int] = []
+    pool.share(done.append, 10)
+    assert sorted(done) == list(range(10))
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_torch_and_the_pool_take_turns_in_several_threads(threads: int) -> None:
+    x, found = torch.ones(300_000), dict[int, list[float]]()
+
+    def caller(number: int) -> None:
+        torch.set_num_threads(2)
+        sums = found.setdefault(number, [])
+        for _ in range(20):
+            pool.share(lambda piece: sums.append(float(x[piece::4].sum())), 4)
+            sums.append(float((x * 2).sum()))
+
+    callers = [threading.Thread(target=caller, args=(number,)) for number in (0, 1)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(60)
+    assert [sorted(sums) for sums in found.values()] == [[75_000.0] * 80 + [600_000.0] * 20] * 2
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_a_forked_process_has_a_pool_of_its_own(threads: int) -> None:
@@ -95,3 +145,27 @@ def test_a_forked_process_has_a_pool_of_its_own(threads: int) -> None:
     child.join(60)
     assert child.exitcode == 0
     assert done.get() == list(range(9))
+
+
+ALONE = """
+import os
+import torch
+from halfstep.kernels import pool
+if {used}:
+    torch.ones(1_000_000).mul_(2.0)  # the team is there
+child = os.fork()
+if not child:
+    found = []
+    pool.share(found.append, 9)
+    os._exit(0 if sorted(found) == list(range(9)) and pool._enterable is not {used} else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["before torch's threads are there", "after"])
+def test_a_fork_enters_the_team_only_where_its_process_had_none(used: bool, whose: str) -> None:
+    if whose == "Python's":
+        pytest.skip("it is about torch's")
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}  # OpenBLAS has threads of its own
+    ended = subprocess.run([sys.executable, "-c", ALONE.format(used=used)], env=environment, timeout=120, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
