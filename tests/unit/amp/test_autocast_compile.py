@@ -207,4 +207,4 @@ def test_a_bound_model_may_be_compiled_before_anything_else_has_run_in_a_thread(
     thread = threading.Thread(target=first)
     thread.start()
     thread.join()
-    assert seen == [{"policy", "joins", "backward", "around", "begun_under", "unread"}, *([(4, 1)] if backend is not None else [])]
+    assert seen == [{"policy", "joins", "backward", "around", "begun_under", "unread", "loss_alone"}, *([(4, 1)] if backend is not None else [])]
