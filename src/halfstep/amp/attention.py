@@ -95,16 +95,14 @@ def _with_dropout(
     return torch.matmul(shares * (keep.float().div_(share) if share > 0 else keep.float()), v)
 
 
-def _as_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, p: float, causal: bool, scale: float | None, grouped: bool) -> Tensor | None:
-    """torch._scaled_dot_product_attention_math with its bits, and dropout drawn by `halfstep.amp.dropout`; None where that draws nothing."""
+def _as_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, p: float, causal: bool, scale: float | None, grouped: bool) -> Tensor:
+    """torch._scaled_dot_product_attention_math with its bits, and dropout drawn by `halfstep.amp.dropout`."""
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     root = math.sqrt(abs(factor))
     wide, keys, values = q.float() * (root if factor >= 0 else -root), k.float(), v.float()
     if grouped:
         keys, values = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (keys, values))
     scores = torch.matmul(wide, keys.mT * root)
-    if not dropout.drawable(scores, p):
-        return None
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     bias = _as_bias(mask)
@@ -136,10 +134,12 @@ def attention(
         return rounded(dtype, func, query, key, value, attn_mask, dropout_p, is_causal, **options)
     q, k, v = (narrow(t, dtype) for t in (query, key, value))
     masks = [] if attn_mask is None else [narrow(attn_mask, dtype) if attn_mask.is_floating_point() else attn_mask]
-    if dropout_p > 0 and _few_scores(q, k) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():  # type: ignore[no-untyped-call]
+    if dropout_p > 0 and _scores(q, k) <= KEPT and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():  # type: ignore[no-untyped-call]
         # torch itself then computes in fp32 from 16-bit operands and rounds once; it keeps fp32 scores, and need not compute them again
-        kept = exactly(_as_torch, q, k, v, *(masks or [None]), p=dropout_p, causal=is_causal, scale=scale, grouped=enable_gqa)
-        return func(q, k, v, *(masks or [None]), dropout_p, is_causal, **options) if kept is None else kept
+        given = (q, k, v, *(masks or [None]))
+        if not dropout.drawable(q, dropout_p, _scores(q, k)):
+            return func(*given, dropout_p, is_causal, **options)
+        return exactly(_as_torch, *given, p=dropout_p, causal=is_causal, scale=scale, grouped=enable_gqa)
     if dropout_p > 0 and recorded(q, k, v, *masks):
         batch: Any = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])  # type: ignore[no-untyped-call]
         shape = (*batch, q.shape[-2], k.shape[-2])
@@ -156,8 +156,9 @@ def attention(
     return again(dtype, plain, q, k, v, *masks)
 
 
-def _few_scores(q: Tensor, k: Tensor) -> bool:
-    return q.numel() // q.shape[-1] * k.shape[-2] <= KEPT if q.shape[-1] else False
+def _scores(q: Tensor, k: Tensor) -> int:
+    """How many scores there are, but for batches that only `k` has; more than KEPT of operands without a number."""
+    return q.numel() // q.shape[-1] * k.shape[-2] if q.shape[-1] else KEPT + 1
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float | None, enable_gqa: bool) -> bool:

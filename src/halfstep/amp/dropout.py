@@ -20,9 +20,9 @@ SMALLEST = 2048  # elements from which on it is faster
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def drawable(x: Tensor, p: float) -> bool:
-    """Whether `drop` takes this tensor and probability here: not where torch must draw itself."""
-    if not 0 < p < 1 or x.dtype not in FORMATS or x.numel() < SMALLEST or x.device.type != "cpu" or transformed():
+def drawable(x: Tensor, p: float, count: int | None = None) -> bool:
+    """Whether `drop` takes this tensor, or one of `count` elements made of it, and this probability here: not where torch must draw itself."""
+    if not 0 < p < 1 or x.dtype not in FORMATS or (x.numel() if count is None else count) < SMALLEST or x.device.type != "cpu" or transformed():
         return False
     return scratch.plain(x) and not is_shape(x) and _kernels() is not None
 

@@ -102,7 +102,7 @@ def _draw(state, limit, size, value, address, count):
     state[2] = u64(at)
 
 
-draw_numbers = compiled(_draw)  # with the lock: between reading the generator's state and writing it no other thread of Python may draw
+draw_numbers = compiled(_draw, unlocked=False)  # between reading the generator's state and writing it no other thread of Python may draw
 
 
 def fill(out: Tensor, share: float, value: Tensor, generator: torch.Generator) -> None:
