@@ -1,5 +1,7 @@
 """Dropout drawn by compiled code: the numbers of torch's, and its generator in the same state."""
 
+import threading
+
 import pytest
 import torch
 
@@ -70,3 +72,31 @@ def test_a_machine_on_which_torch_draws_otherwise_is_noticed(kernels, monkeypatc
         assert not kernels.is_torchs()
     finally:
         kernels.is_torchs.cache_clear()
+
+
+def test_threads_that_draw_at_the_same_time_share_one_stream(kernels):
+    """Each number takes two words of the generator, whoever draws it: at the end it has moved on by all of them, and no two masks are equal."""
+    count, rounds, shared = 200_000, 25, torch.Generator().manual_seed(1)
+    masks, barrier = [], threading.Barrier(3)
+
+    def ours():
+        barrier.wait()
+        for _ in range(rounds):
+            out = torch.empty(count)
+            kernels.fill(out, 0.5, torch.ones(1), shared)
+            masks.append(out)
+
+    def torchs():
+        barrier.wait()
+        for _ in range(rounds):
+            masks.append(torch.empty(count).bernoulli_(0.5, generator=shared))
+
+    threads = [threading.Thread(target=target) for target in (ours, ours, torchs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len({mask.numpy().tobytes() for mask in masks}) == 3 * rounds
+    alone = torch.Generator().manual_seed(1)
+    torch.empty(3 * rounds * count).bernoulli_(0.5, generator=alone)
+    assert torch.equal(shared.get_state(), alone.get_state())

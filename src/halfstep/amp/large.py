@@ -28,7 +28,7 @@ class _Low(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        if torch.is_grad_enabled() or scratch.is_batch(grad):
+        if torch.is_grad_enabled() or scratch.is_batch(grad) or recycled.takes(ctx.weight) != torch.float32:
             return grad.float(), None
         return unseen(_widened, grad, ctx.weight), None
 

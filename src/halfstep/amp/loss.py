@@ -40,33 +40,35 @@ def _loss(logits: Tensor, target: Tensor, reduction: str, ignored: int) -> tuple
     return losses, counts.sum().float(), largest, sums
 
 
-def _gradient(grad: Tensor, logits: Tensor, target: Tensor, count: Tensor, largest: Tensor, sums: Tensor, reduction: str, ignored: int) -> Tensor:
+def _gradient(
+    grad: Tensor, logits: Tensor, target: Tensor, count: Tensor, largest: Tensor, sums: Tensor, form: torch.dtype, reduction: str, ignored: int
+) -> Tensor:
     if torch.is_grad_enabled():  # it will be differentiated in its turn
         wide = logits.float()
         loss = F.cross_entropy(wide, target, reduction=reduction, ignore_index=ignored)
-        return torch.autograd.grad(loss, wide, grad, create_graph=True)[0].to(logits.dtype)
+        return torch.autograd.grad(loss, wide, grad, create_graph=True)[0].to(form)
     if is_batch(grad):
         with torch.enable_grad():
             wide = logits.detach().float().requires_grad_()
             loss = F.cross_entropy(wide, target, reduction=reduction, ignore_index=ignored)
-        return torch.autograd.grad(loss, wide, grad)[0].to(logits.dtype)
+        return torch.autograd.grad(loss, wide, grad)[0].to(form)
     above = grad / count if reduction == "mean" else grad
-    return _arithmetic().gradient(logits, target, ignored, largest, sums, above.expand(len(logits)))  # type: ignore[no-any-return]
+    return _arithmetic().gradient(logits, target, ignored, largest, sums, above.expand(len(logits)), form)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits as they were given, and no other tensor of their size."""
+    """Of the size of the logits it saves `kept` alone, which has the numbers of `logits`: these themselves, or what they are a copy of."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor:
-        loss, *found = exactly(_loss, logits, target, reduction, ignored)
-        ctx.save_for_backward(logits, target, *found)
-        ctx.how = (reduction, ignored)
+    def forward(ctx: Any, logits: Tensor, kept: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor:
+        loss, *found = exactly(_loss, kept, target, reduction, ignored)
+        ctx.save_for_backward(kept, target, *found)
+        ctx.how = (logits.dtype, reduction, ignored)
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return unseen(_gradient, grad, *ctx.saved_tensors, *ctx.how), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return unseen(_gradient, grad, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
 def widened(dtype: torch.dtype, func: Route, /, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,15 +82,25 @@ def widened(dtype: torch.dtype, func: Route, /, x: Any, *args: Any, **kwargs: An
     return wide
 
 
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
+
+
 def _source(logits: Tensor) -> Tensor:
-    """The 16-bit logits that these are an fp32 copy of, in their shape, where nobody can ask for the gradient of the copy; else these."""
+    """The 16-bit logits that these are an fp32 copy of, in their shape, where nobody reads the copy but the loss; else these.
+
+    They are kept for the backward pass in its place. The gradient is that of the copy as ever, so that whoever looks at it finds it.
+    """
     wide = logits if logits._base is None else logits._base
     x, version = getattr(wide, "halfstep_copy_of", (None, 0))
     if x is None or not inside.loss_alone or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return logits
-    watched = any(t._backward_hooks or t.retains_grad for t in (logits, wide))
     whole = logits.numel() == x.numel() and logits.is_contiguous() and wide.is_contiguous() and x.is_contiguous()
-    return x.view(logits.shape) if whole and not watched and x._version == version and wide._version == 0 else logits
+    if not whole or logits.is_neg() or wide.is_neg() or x.is_neg() or x._version != version or wide._version:
+        return logits
+    node = logits.grad_fn
+    while node is not None and node is not wide.grad_fn:
+        node = node.next_functions[0][0] if node.name() in _VIEWS else None
+    return logits if node is None else x.view(logits.shape)
 
 
 def by_rows(otherwise: Route) -> Route:
@@ -98,10 +110,17 @@ def by_rows(otherwise: Route) -> Route:
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
         given = dict(zip(names, args, strict=False)) | kwargs
         ignored, reduction = given.pop("ignore_index", -100), given.pop("reduction", "mean")
-        plain = not given.pop("label_smoothing", 0.0) and not any(v is not None for v in given.values()) and reduction in _REDUCTIONS
+        smooth = given.pop("label_smoothing", 0.0)
+        plain = (
+            type(ignored) is int
+            and type(smooth) is float
+            and not smooth
+            and reduction in _REDUCTIONS
+            and not any(v is not None for v in given.values())
+        )
         if not plain or not _large(input, target) or forward_mode() or transformed() or not recorded(input) or not _classes(input, target, ignored):
             return otherwise(dtype, func, input, target, *args, **kwargs)
-        return applied(_CrossEntropy, _source(input), target, reduction, ignored)
+        return applied(_CrossEntropy, input, _source(input), target, reduction, ignored)
 
     return route
 

@@ -42,13 +42,18 @@ def like(weight: Tensor, use: int, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(weight, dtype=dtype)
     key, size = (id(weight), use), weight.numel() * dtype.itemsize
     known = _spare.blocks.get(key)
-    if known is None or known[0]() is not weight or known[1].nbytes() != size or torch._C._storage_Use_Count(known[1]._cdata) != 1:
+    if known is None or known[0]() is not weight or known[1].nbytes() != size or _is_held(known[1]):
         made = torch.empty_like(weight, dtype=dtype)
         if made.untyped_storage().nbytes() == size:
             blocks = _spare.blocks
             blocks[key] = ref(weight, lambda _: blocks.pop(key, None)), made.untyped_storage()
         return made
     return torch.empty(0, dtype=dtype).set_(known[1], 0, weight.shape, weight.stride())
+
+
+def _is_held(storage: torch.UntypedStorage) -> bool:
+    """Whether anybody else has it, in this process or, by shared memory, in another one."""
+    return bool(torch._C._storage_Use_Count(storage._cdata) != 1 or storage.is_shared())
 
 
 def low(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,7 +88,7 @@ def so_far(weight: Tensor) -> Tensor | None:
     """
     task, found = _spare.under_way.get(id(weight), (-1, None))
     gradient = found() if found is not None and task == torch._C._current_graph_task_id() else None
-    if gradient is None or gradient.shape != weight.shape:
+    if gradient is None or gradient.shape != weight.shape or gradient.dtype != takes(weight):
         return None
     # one reference of autograd's own beside Python's; in Python this function's two (name and argument), and the object itself
     alone = gradient._use_count() == 2 and sys.getrefcount(gradient) == 3  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ class _Gelu(torch.autograd.Function):
 def _gradient(grad: Tensor, x: Tensor, t: Tensor, kernels: ModuleType) -> Tensor:
     twice = torch.is_grad_enabled()  # it will be differentiated in its turn
     if not twice and not scratch.is_batch(grad):
-        return kernels.backward(x, t, grad.contiguous())  # type: ignore[no-any-return]
+        return kernels.backward(x, t, grad.resolve_neg().contiguous())  # type: ignore[no-any-return]
     with torch.enable_grad():
         leaf = x if twice else x.detach().requires_grad_()
         y = 0.5 * leaf * (1.0 + torch.tanh(kernels.ROOT * (leaf + kernels.CUBE * torch.pow(leaf.float(), 3.0))))
@@ -70,7 +70,7 @@ def _takes(x: Any) -> bool:
     if transformed() or forward_mode() or torch._C._len_torch_function_stack() != 1 or not torch.is_autocast_enabled("cpu"):
         return False  # somebody looks on, operation by operation
     kept = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # tensors that are kept are packed, or made again under conditions
-    return not kept and scratch.plain(x) and x.is_contiguous() and not is_shape(x) and x.requires_grad and torch.is_grad_enabled()
+    return not kept and scratch.plain(x) and x.is_contiguous() and not x.is_neg() and not is_shape(x) and x.requires_grad and torch.is_grad_enabled()
 
 
 _proven: dict[tuple[Any, ...], bool] = {}
@@ -90,7 +90,7 @@ def _prove(forward: Callable[..., Any], module: nn.Module, dtype: torch.dtype) -
     if kernels is None:
         return False
     codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)  # every number there is
-    above = torch.linspace(-3, 3, 1 << 16) ** 3
+    above = torch.linspace(-3, 3, 1 << 16, dtype=torch.float32) ** 3
     found = []
     with torch.inference_mode(False), torch.enable_grad():
         for ours in (False, True):

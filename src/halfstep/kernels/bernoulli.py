@@ -11,6 +11,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,22 +107,46 @@ def _draw(state, limit, size, value, address, count):
     state[2] = u64(at)
 
 
-draw_numbers = compiled(_draw, unlocked=False)  # between reading the generator's state and writing it no other thread of Python may draw
+draw_numbers = compiled(_draw)
+
+
+_turn = threading.Lock()
+
+
+def _renew_turn() -> None:
+    global _turn
+    _turn = threading.Lock()  # in a forked process nobody releases the other one
+
+
+os.register_at_fork(after_in_child=_renew_turn)
 
 
 def fill(out: Tensor, share: float, value: Tensor, generator: torch.Generator) -> None:
     """Fill `out` as `out.bernoulli_(share, generator=generator)` does, with `value` for 1: on a CPU, dense, fp32 or 16 bits; 0 < share <= 1.
 
-    value: one number in the format of `out`. The generator is one of torch's for the CPU, with a state of its format.
+    value: one number in the format of `out`. The generator is one of torch's for the CPU, with a state of its format. Where another thread draws from
+    it meanwhile, the numbers are drawn again from the state that it left.
     """
     if not out.numel():
         return
-    state = generator.get_state()
-    words = state.numpy().view(np.uint64)
-    limit = math.ceil(share * 2.0**BITS)
-    bits = int(value.view(torch.int16 if out.element_size() == 2 else torch.int32))
-    draw_numbers(words, u64(limit), out.element_size(), i32(bits), out.data_ptr(), out.numel())
-    generator.set_state(state)
+    limit, bits = u64(math.ceil(share * 2.0**BITS)), i32(int(value.view(torch.int16 if out.element_size() == 2 else torch.int32)))
+    with _turn:
+        before = generator.get_state()
+        while True:
+            after = before.clone()
+            draw_numbers(after.numpy().view(np.uint64), limit, out.element_size(), bits, out.data_ptr(), out.numel())
+            found = _exchanged(generator, after)
+            if torch.equal(found, before):
+                return
+            before = found
+            _exchanged(generator, before)
+
+
+def _exchanged(generator: torch.Generator, state: Tensor) -> Tensor:
+    """Give the generator this state; the one that it had. No other thread of Python runs in between: the two calls are made by C code."""
+    calls: tuple[Callable[[], Any], ...] = (generator.get_state, functools.partial(generator.set_state, state))
+    found, _ = tuple(map(operator.call, calls))
+    return found  # type: ignore[no-any-return]
 
 
 @functools.cache

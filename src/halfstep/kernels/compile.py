@@ -20,8 +20,8 @@ _OPTIONS: dict[str, Any] = {"error_model": "numpy"}  # dividing by zero gives in
 _PART: dict[str, Any] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # never called from Python: a third less to compile
 
 
-def compiled(function: Function, *parts: str, unlocked: bool = True) -> Function:
-    """Compile for this machine at the first call, to run without the interpreter's lock unless told otherwise, and keep the result on disk.
+def compiled(function: Function, *parts: str) -> Function:
+    """Compile for this machine at the first call, to run without the interpreter's lock, and keep the result on disk.
 
     In NUMBA_CACHE_DIR, beside the function's file or in the user's cache folder: the first that can be written to. Where none can,
     every process compiles for itself. parts: other files whose functions it calls. The disk cache looks at the function's own file
@@ -30,9 +30,9 @@ def compiled(function: Function, *parts: str, unlocked: bool = True) -> Function
     digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, *parts))).hexdigest()[:16]
     function.__qualname__ = f"{function.__qualname__}_{digest}"
     try:
-        return cast(Function, numba.njit(nogil=unlocked, cache=True, **_OPTIONS)(function))
+        return cast(Function, numba.njit(nogil=True, cache=True, **_OPTIONS)(function))
     except RuntimeError:  # "no locator available"
-        return cast(Function, numba.njit(nogil=unlocked, **_OPTIONS)(function))
+        return cast(Function, numba.njit(nogil=True, **_OPTIONS)(function))
 
 
 def for_team(function: Function, *parts: str) -> int:

@@ -107,7 +107,7 @@ def _losses(form, logits, stride, classes, targets, ignored, found, largest, sum
             found[row] = f32(math.log(sums[row]) - (f64(chosen) - f64(top)))
 
 
-def _gradients(form, logits, stride, classes, targets, ignored, largest, sums, above, out, first, last):
+def _gradients(form, logits, stride, classes, targets, ignored, largest, sums, above, to, out, first, last):
     space = np.empty(2 * BLOCK, np.float32)
     buffer = i64(space.ctypes.data)
     for row in range(first, last):
@@ -117,12 +117,12 @@ def _gradients(form, logits, stride, classes, targets, ignored, largest, sums, a
         chosen = targets[row] if counted else 0
         for start in range(0, classes, BLOCK):
             n = min(BLOCK, classes - start)
-            x = floats(out, row * classes + start, n) if form == FP32 else floats(buffer, BLOCK, n)
+            x = floats(out, row * classes + start, n) if to == FP32 else floats(buffer, BLOCK, n)
             _exponentials(as_fp32(form, logits, row * stride + start, n, buffer), largest[row], share, x)
             if start <= chosen < start + n:
                 x[chosen - start] = f32(x[chosen - start] - given)
-            if form != FP32:
-                write(form, x, out, row * classes + start)
+            if to != FP32:
+                write(to, x, out, row * classes + start)
 
 
 losses_of_rows = compiled(_losses, *PARTS)
@@ -149,13 +149,13 @@ def losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tenso
     return torch.from_numpy(found), torch.from_numpy(largest), torch.from_numpy(sums)
 
 
-def gradient(logits: Tensor, targets: Tensor, ignored: int, largest: Tensor, sums: Tensor, above: Tensor) -> Tensor:
+def gradient(logits: Tensor, targets: Tensor, ignored: int, largest: Tensor, sums: Tensor, above: Tensor, form: torch.dtype | None = None) -> Tensor:
     """`halfstep.numerics.cross_entropy.gradient` of tensors on the CPU."""
     if is_shape(logits):
-        return plain.gradient(logits, targets, ignored, largest, sums, above)
+        return plain.gradient(logits, targets, ignored, largest, sums, above, form)
     given, classes = _rows(logits), logits.shape[1]
-    out = torch.empty(given.shape, dtype=given.dtype)
+    out = torch.empty(given.shape, dtype=form or given.dtype)
     of_rows = (_array(targets), ignored, _array(largest), _array(sums), _array(above))
-    about = (FORMATS[given.dtype], given.data_ptr(), given.stride(0), classes, *of_rows, out.data_ptr())
+    about = (FORMATS[given.dtype], given.data_ptr(), given.stride(0), classes, *of_rows, FORMATS[out.dtype], out.data_ptr())
     pool.share_range(len(given), max(1, pool.CHUNK // classes), lambda first, last: gradients_of_rows(*about, first, last))
     return out

@@ -127,13 +127,17 @@ def _shared(entry: int, x: Tensor, out: Tensor, *others: Tensor) -> Tensor:
     return out
 
 
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.float32, device="cpu")
+
+
 def forward(x: Tensor) -> tuple[Tensor, Tensor]:
     """(GELU, the tanh in it) of a contiguous tensor on the CPU in fp32 or 16 bits: both in fp32."""
-    t = _shared(inner_of, x, torch.empty(x.shape)).tanh_()
-    return _shared(outer_of, x, torch.empty(x.shape), t), t
+    t = _shared(inner_of, x, _like(x)).tanh_()
+    return _shared(outer_of, x, _like(x), t), t
 
 
 def backward(x: Tensor, t: Tensor, grad: Tensor) -> Tensor:
     """The gradient of `x`, in its format, from the tanh that `forward` gave and the fp32 gradient of its result, all contiguous."""
-    above = torch.ops.aten.tanh_backward(_shared(to_tanh, x, torch.empty(x.shape), grad), t)
+    above = torch.ops.aten.tanh_backward(_shared(to_tanh, x, _like(x), grad), t)
     return _shared(to_x, x, torch.empty(x.shape, dtype=x.dtype), t, grad, above)

@@ -32,6 +32,7 @@ class _Call:
         self._work, self._left, self._pieces = work, pieces, pieces
         self._lock, self._done = threading.Lock(), threading.Event()
         self._running = 0
+        self.through: set[int] = set()  # threads of the team that have left
 
     def take(self) -> None:
         """Work on pieces until none is left."""
@@ -109,17 +110,19 @@ class _Team:
             self._enter(self._callback, number, threads, 0)
         finally:
             del self._calls[number]
+        if threading.get_ident() not in call.through:  # an interrupt that came where nothing could be done about it: ctypes has printed it
+            raise KeyboardInterrupt
 
     def enter(self, entry: int, about: int, threads: int) -> None:
         """Call the compiled function at `entry` with the address `about` in as many threads."""
         self._enter(entry, about, threads, 0)
 
     def _take(self, number: int) -> None:
-        call = self._calls[number]
         try:
-            call.take()
+            self._calls[number].take()
         except BaseException as error:  # noqa: BLE001 - as an interrupt between two pieces: nothing may go through the library
-            call.fail(error)
+            self._calls[number].fail(error)
+        self._calls[number].through.add(threading.get_ident())
 
 
 @functools.cache

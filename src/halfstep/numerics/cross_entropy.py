@@ -70,13 +70,13 @@ def losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tenso
     return found, largest, sums
 
 
-def gradient(logits: Tensor, targets: Tensor, ignored: int, largest: Tensor, sums: Tensor, above: Tensor) -> Tensor:
-    """The gradient of the logits, contiguous, in their format: of each row `above` * (e^(logit - largest) / sum, less 1 at its class), in fp32.
+def gradient(logits: Tensor, targets: Tensor, ignored: int, largest: Tensor, sums: Tensor, above: Tensor, form: torch.dtype | None = None) -> Tensor:
+    """The gradient of the logits, contiguous, in `form` or their format: of each row `above` * (e^(logit - largest) / sum, less 1 at its class).
 
     targets, ignored, largest, sums: as given to and by `losses`. above: fp32 [rows], the gradient of each row's loss; 0 is taken for a row without a
     class. `above` is divided by the sum first, in fp64, rounded once.
     """
-    found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    found = torch.empty(logits.shape, dtype=form or logits.dtype, device=logits.device)
     if is_shape(logits):
         return found
     for s in _pieces(logits):

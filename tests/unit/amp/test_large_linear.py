@@ -1,5 +1,7 @@
 """A linear layer with a large fp32 weight and the CPU's own products: torch's bits, and a gradient that an embedding adds its rows to."""
 
+import multiprocessing.reduction
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,3 +110,38 @@ def test_gradients_that_somebody_keeps_stay_as_they_were() -> None:
     assert torch.equal(kept[0], kept[1])
     assert torch.equal(kept[0], kept[3])
     assert kept[1].data_ptr() != kept[3].data_ptr()
+
+
+def test_a_gradient_in_shared_memory_is_not_written_over() -> None:
+    table = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def step(factor: float) -> None:
+        table.grad = None
+        with block(True):
+            F.linear(torch.ones(8, WIDTH) * factor, table).float().pow(2).mean().backward()
+
+    step(1.0)
+    assert table.grad is not None
+    shared = table.grad.share_memory_()
+    before, place = shared.clone(), shared.data_ptr()
+    other = torch.empty(0).set_(shared.untyped_storage())  # as another process has it, by the same pages
+    kept = multiprocessing.reduction.ForkingPickler.dumps(shared)
+    assert kept
+    del shared, other
+    step(2.0)
+    assert table.grad.data_ptr() != place or torch.equal(table.grad, before)
+
+
+def test_a_weight_that_takes_16_bit_gradients_has_them() -> None:
+    def gradient(ours: bool) -> Tensor:
+        torch.manual_seed(0)
+        table = nn.Parameter(torch.randn(ROWS, WIDTH))
+        table.grad_dtype = torch.bfloat16
+        with block(ours):
+            hidden = F.embedding(torch.arange(64), table)
+            F.linear(hidden, table).float().pow(2).mean().backward()
+        assert table.grad is not None
+        return table.grad
+
+    assert gradient(True).dtype == torch.bfloat16
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=2**-6, atol=1e-6)

@@ -163,9 +163,9 @@ def trained(head: Head, alone: bool) -> tuple[list[Tensor], list[torch.dtype]]:
     x, seen = torch.randn(1, 11, 8, generator=torch.Generator().manual_seed(2)).requires_grad_(), []
     forward = loss._CrossEntropy.forward
 
-    def noted(ctx: Any, logits: Tensor, *others: Any) -> Tensor:
-        seen.append(logits.dtype)
-        return forward(ctx, logits, *others)
+    def noted(ctx: Any, logits: Tensor, kept: Tensor, *others: Any) -> Tensor:
+        seen.append(kept.dtype)
+        return forward(ctx, logits, kept, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss._CrossEntropy, "forward", staticmethod(noted))
@@ -175,7 +175,7 @@ def trained(head: Head, alone: bool) -> tuple[list[Tensor], list[torch.dtype]]:
     return [found.detach(), *[t.grad for t in (x, *head.parameters()) if t.grad is not None]], seen
 
 
-def test_a_loss_that_alone_is_used_is_taken_from_the_16_bit_logits() -> None:
+def test_where_the_loss_alone_is_used_the_16_bit_logits_are_kept() -> None:
     (ours, kept), (usual, before) = trained(Head(), True), trained(Head(), False)
     assert kept == [torch.bfloat16]
     assert before == [torch.float32]
@@ -183,18 +183,69 @@ def test_a_loss_that_alone_is_used_is_taken_from_the_16_bit_logits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, usual, strict=True))
 
 
+class Reversed(torch.autograd.Function):
+    """Gradient reversal, in its usual form."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def _cut(wide: Tensor) -> Tensor:
+    with torch.no_grad():
+        return wide.view(-1, 29)
+
+
 @pytest.mark.parametrize(
-    ("change", "view"),
+    ("change", "view", "low"),
     [
-        (lambda wide: wide.mul_(2.0), lambda wide: wide.view(-1, 29)),
-        (lambda wide: wide.retain_grad(), lambda wide: wide.view(-1, 29)),
-        (lambda wide: wide.register_hook(lambda g: g * 2), lambda wide: wide.view(-1, 29)),
-        (lambda wide: None, lambda wide: (wide * 2).view(-1, 29)),
-        (lambda wide: None, lambda wide: wide.detach().requires_grad_().view(-1, 29)),
+        (lambda wide: wide.retain_grad(), lambda wide: wide.view(-1, 29), True),
+        (lambda wide: wide.register_hook(lambda g: g * 2), lambda wide: wide.view(-1, 29), True),
+        (lambda wide: wide.grad_fn.register_prehook(lambda g: (g[0] * 2,)), lambda wide: wide.view(-1, 29), True),
+        (lambda wide: wide.mul_(2.0), lambda wide: wide.view(-1, 29), False),
+        (Tensor.size, lambda wide: (wide * 2).view(-1, 29), False),
+        (Tensor.size, lambda wide: wide.detach().requires_grad_().view(-1, 29), False),
+        (Tensor.size, lambda wide: _cut(wide).requires_grad_(), False),
+        (Tensor.size, lambda wide: Reversed.apply(wide.view(-1, 29)), False),
+        (Tensor.size, lambda wide: Reversed.apply(wide).view(-1, 29), False),
+        (Tensor.size, lambda wide: torch._neg_view(wide.view(-1, 29)), False),
     ],
-    ids=["changed in place", "its gradient kept", "hooked", "another tensor", "cut off"],
+    ids=["kept", "hooked", "node hooked", "changed", "another", "detached", "viewed without a graph", "reversed", "reversed before", "negative"],
 )
-def test_logits_that_are_no_longer_a_copy_or_whose_gradient_is_watched_are_taken_themselves(change: Any, view: Any) -> None:
+def test_what_is_done_to_the_copy_and_its_gradient_counts(change: Any, view: Any, low: bool) -> None:
     (ours, kept), (usual, _) = trained(Head(change, view), True), trained(Head(change, view), False)
-    assert kept == [torch.float32]
+    assert kept == [torch.bfloat16 if low else torch.float32]
+    assert len(ours) == len(usual)
     assert all(torch.equal(a, b) for a, b in zip(ours, usual, strict=True))
+
+
+def test_the_gradient_of_the_copy_can_be_asked_for_and_hooked_after_the_loss() -> None:
+    class Penalty(Head):
+        """Takes the gradient of its logits in its forward pass."""
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            wide = self.layer(x).float()
+            value = F.cross_entropy(wide.view(-1, 29), target)
+            wide.register_hook(lambda g: g * 2)
+            (slope,) = torch.autograd.grad(value, wide, retain_graph=True)
+            return value + slope.detach().pow(2).sum()
+
+    (ours, kept), (usual, _) = trained(Penalty(), True), trained(Penalty(), False)
+    assert kept == [torch.bfloat16]
+    assert all(torch.equal(a, b) for a, b in zip(ours, usual, strict=True))
+
+
+@pytest.mark.parametrize("ignored", [torch.tensor(-100), 3.0, True, None], ids=["tensor", "float", "bool", "None"])
+def test_an_ignore_index_of_another_type_is_torchs_to_take_or_refuse(ignored: Any) -> None:
+    def outcome(inside: bool) -> Any:
+        with amp.autocast("cpu", torch.bfloat16, enabled=inside):
+            try:
+                return F.cross_entropy(logits(torch.float32), TARGETS, ignore_index=ignored).item()
+            except (TypeError, RuntimeError) as error:
+                return type(error)
+
+    assert outcome(True) == outcome(False)

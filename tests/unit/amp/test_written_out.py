@@ -165,3 +165,26 @@ def test_somebody_who_looks_on_sees_the_operations(applied: list[torch.dtype]) -
         results(block)
     assert "tanh" in names
     assert applied == []
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("proven", [True, False], ids=["proven before", "not yet"])
+def test_another_default_dtype_changes_nothing(applied: list[torch.dtype], default: torch.dtype, proven: bool) -> None:
+    block, expected = made("bf16-mixed"), results(made("bf16-mixed"))
+    if not proven:
+        written_out._proven.clear()
+    torch.set_default_dtype(default)
+    try:
+        found = results(block)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_operands_and_gradients_that_are_stored_with_the_other_sign(applied: list[torch.dtype]) -> None:
+    block = made("bf16-mixed")
+    leaf = X.clone().requires_grad_()
+    y = block(leaf)
+    above = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    first = torch.autograd.grad(y, leaf, -above, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y, leaf, torch._neg_view(above))[0])
