@@ -108,3 +108,19 @@ def test_sums_that_fp32_cannot_hold():
     loss, _, sums = plain.losses(x, torch.tensor([7]), -100)
     assert float(sums) == 1 << 25
     assert float(loss) == pytest.approx(25 * math.log(2), rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_copy_in_which_one_number_is_another_is_noticed(dtype):
+    kernels = compiled()
+    x = torch.randn(23, 1501).to(dtype)
+    targets = torch.randint(0, 1501, (23,))
+    for arithmetic in (kernels, plain):
+        found = arithmetic.losses_of_copy(x, targets, -100, x.float())
+        assert all(same(a, b) for a, b in zip(found, plain.losses(x.float(), targets, -100), strict=True))
+        for place in ((0, 0), (22, 1500), (11, 1023)):
+            copy = x.float()
+            copy[place] *= 1 + 2.0**-23
+            assert arithmetic.losses_of_copy(x, targets, -100, copy) is None
+            copy[place] = math.nan
+            assert arithmetic.losses_of_copy(x, targets, -100, copy) is None

@@ -30,14 +30,18 @@ def _arithmetic() -> ModuleType:
     return loss_kernels() or importlib.import_module("halfstep.numerics.cross_entropy")
 
 
-def _loss(logits: Tensor, target: Tensor, reduction: str, ignored: int) -> tuple[Tensor, ...]:
-    """The loss in fp32, how many rows count, and of each row its largest logit and the sum of its exponentials."""
-    losses, largest, sums = _arithmetic().losses(logits, target, ignored)
+def _loss(logits: Tensor, source: Tensor, target: Tensor, reduction: str, ignored: int) -> tuple[Tensor, ...]:
+    """The loss in fp32, what is kept of the logits, how many rows count, and of each row its largest logit and the sum of its exponentials.
+
+    source: the logits, or 16-bit ones that they are a copy of unless somebody has written to the copy behind autograd's back.
+    """
+    found = None if source is logits else _arithmetic().losses_of_copy(source, target, ignored, logits)
+    losses, largest, sums = _arithmetic().losses(logits, target, ignored) if found is None else found
     counts = target != ignored
     if reduction != "none":
         # summed by torch's function, in its order; the row that a target of 0 chooses is the only one
         losses = F.nll_loss(losses.neg_()[:, None], torch.where(counts, 0, -1), reduction=reduction, ignore_index=-1)
-    return losses, counts.sum().float(), largest, sums
+    return losses, logits if found is None else source, counts.sum().float(), largest, sums
 
 
 def _gradient(
@@ -57,11 +61,11 @@ def _gradient(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of the size of the logits it saves `kept` alone, which has the numbers of `logits`: these themselves, or what they are a copy of."""
+    """Of the size of the logits it saves one tensor: these themselves, or `source`, which they are a copy of."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, kept: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor:
-        loss, *found = exactly(_loss, kept, target, reduction, ignored)
+    def forward(ctx: Any, logits: Tensor, source: Tensor, target: Tensor, reduction: str, ignored: int) -> Tensor:
+        loss, kept, *found = exactly(_loss, logits, source, target, reduction, ignored)
         ctx.save_for_backward(kept, target, *found)
         ctx.how = (logits.dtype, reduction, ignored)
         return loss  # type: ignore[no-any-return]

@@ -84,7 +84,16 @@ def _total(lanes):
     return lanes[0]
 
 
-def _losses(form, logits, stride, classes, targets, ignored, found, largest, sums, first, last):
+@part
+def _differ(a, b):
+    """How many numbers are not equal."""
+    count = i32(0)
+    for i in range(a.shape[0]):
+        count = i32(count + (i32(0) if a[i] == b[i] else i32(1)))
+    return count
+
+
+def _losses(form, logits, stride, classes, targets, ignored, found, largest, sums, copy, others, first, last):
     space, tops, lanes = np.empty(2 * BLOCK, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float64)
     buffer = i64(space.ctypes.data)
     block = floats(buffer, BLOCK, BLOCK)
@@ -92,7 +101,10 @@ def _losses(form, logits, stride, classes, targets, ignored, found, largest, sum
         at = row * stride
         tops[:] = -np.inf
         for start in range(0, classes, BLOCK):
-            _raise(as_fp32(form, logits, at + start, min(BLOCK, classes - start), buffer), tops)
+            x = as_fp32(form, logits, at + start, min(BLOCK, classes - start), buffer)
+            _raise(x, tops)
+            if copy != 0:
+                others[row] += _differ(x, floats(copy, row * classes + start, x.shape[0]))
         top = tops.max()
         lanes[:] = 0
         for start in range(0, classes, BLOCK):
@@ -140,13 +152,24 @@ def _array(t: Tensor) -> Any:
 
 def losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
     """`halfstep.numerics.cross_entropy.losses` of tensors on the CPU."""
+    return plain.losses(logits, targets, ignored) if is_shape(logits) else _computed(logits, targets, ignored, 0)[:3]
+
+
+def losses_of_copy(logits: Tensor, targets: Tensor, ignored: int, copy: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`halfstep.numerics.cross_entropy.losses_of_copy` of tensors on the CPU; `copy` is contiguous."""
     if is_shape(logits):
-        return plain.losses(logits, targets, ignored)
+        return plain.losses_of_copy(logits, targets, ignored, copy)
+    *found, others = _computed(logits, targets, ignored, copy.data_ptr())
+    return None if others.any() else (found[0], found[1], found[2])
+
+
+def _computed(logits: Tensor, targets: Tensor, ignored: int, copy: int) -> tuple[Tensor, Tensor, Tensor, Any]:
     given, classes = _rows(logits), logits.shape[1]
     found, largest, sums = np.zeros(len(given), np.float32), np.empty(len(given), np.float32), np.empty(len(given), np.float64)
-    about = (FORMATS[given.dtype], given.data_ptr(), given.stride(0), classes, _array(targets), ignored, found, largest, sums)
+    others = np.zeros(len(given), np.int64)
+    about = (FORMATS[given.dtype], given.data_ptr(), given.stride(0), classes, _array(targets), ignored, found, largest, sums, copy, others)
     pool.share_range(len(given), max(1, pool.CHUNK // classes), lambda first, last: losses_of_rows(*about, first, last))
-    return torch.from_numpy(found), torch.from_numpy(largest), torch.from_numpy(sums)
+    return torch.from_numpy(found), torch.from_numpy(largest), torch.from_numpy(sums), others
 
 
 def gradient(logits: Tensor, targets: Tensor, ignored: int, largest: Tensor, sums: Tensor, above: Tensor, form: torch.dtype | None = None) -> Tensor:

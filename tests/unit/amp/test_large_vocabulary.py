@@ -161,14 +161,15 @@ def trained(head: Head, alone: bool) -> tuple[list[Tensor], list[torch.dtype]]:
     """The loss and all gradients, and the formats of the logits that are kept for the backward pass."""
     amp.bind(head, parse("bf16-mixed"), torch.device("cpu"))
     x, seen = torch.randn(1, 11, 8, generator=torch.Generator().manual_seed(2)).requires_grad_(), []
-    forward = loss._CrossEntropy.forward
+    compute = loss._loss
 
-    def noted(ctx: Any, logits: Tensor, kept: Tensor, *others: Any) -> Tensor:
-        seen.append(kept.dtype)
-        return forward(ctx, logits, kept, *others)
+    def noted(*given: Any) -> Any:
+        found = compute(*given)
+        seen.append(found[1].dtype)
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss._CrossEntropy, "forward", staticmethod(noted))
+        patch.setattr(loss, "_loss", noted)
         with Unread() if alone else nullcontext():
             found = head(x, TARGETS)
     found.backward()
@@ -207,6 +208,7 @@ def _cut(wide: Tensor) -> Tensor:
         (lambda wide: wide.register_hook(lambda g: g * 2), lambda wide: wide.view(-1, 29), True),
         (lambda wide: wide.grad_fn.register_prehook(lambda g: (g[0] * 2,)), lambda wide: wide.view(-1, 29), True),
         (lambda wide: wide.mul_(2.0), lambda wide: wide.view(-1, 29), False),
+        (lambda wide: wide.data[0, 10].fill_(-1.0), lambda wide: wide.view(-1, 29), False),
         (Tensor.size, lambda wide: (wide * 2).view(-1, 29), False),
         (Tensor.size, lambda wide: wide.detach().requires_grad_().view(-1, 29), False),
         (Tensor.size, lambda wide: _cut(wide).requires_grad_(), False),
@@ -214,7 +216,19 @@ def _cut(wide: Tensor) -> Tensor:
         (Tensor.size, lambda wide: Reversed.apply(wide).view(-1, 29), False),
         (Tensor.size, lambda wide: torch._neg_view(wide.view(-1, 29)), False),
     ],
-    ids=["kept", "hooked", "node hooked", "changed", "another", "detached", "viewed without a graph", "reversed", "reversed before", "negative"],
+    ids=[
+        "kept",
+        "hooked",
+        "node hooked",
+        "changed",
+        "its data changed",
+        "another",
+        "detached",
+        "viewed without a graph",
+        "reversed",
+        "reversed before",
+        "negative",
+    ],
 )
 def test_what_is_done_to_the_copy_and_its_gradient_counts(change: Any, view: Any, low: bool) -> None:
     (ours, kept), (usual, _) = trained(Head(change, view), True), trained(Head(change, view), False)
