@@ -14,7 +14,8 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -130,23 +131,24 @@ def fill(out: Tensor, share: float, value: Tensor, generator: torch.Generator) -
     if not out.numel():
         return
     limit, bits = u64(math.ceil(share * 2.0**BITS)), i32(int(value.view(torch.int16 if out.element_size() == 2 else torch.int32)))
-    with _turn:
-        before = generator.get_state()
+    with _turn, torch._C.DisableTorchFunction():
         while True:
+            before = generator.get_state()
             after = before.clone()
             draw_numbers(after.numpy().view(np.uint64), limit, out.element_size(), bits, out.data_ptr(), out.numel())
-            found = _exchanged(generator, after)
-            if torch.equal(found, before):
+            if _moved(generator, before, after):
                 return
-            before = found
-            _exchanged(generator, before)
 
 
-def _exchanged(generator: torch.Generator, state: Tensor) -> Tensor:
-    """Give the generator this state; the one that it had. No other thread of Python runs in between: the two calls are made by C code."""
-    calls: tuple[Callable[[], Any], ...] = (generator.get_state, functools.partial(generator.set_state, state))
-    found, _ = tuple(map(operator.call, calls))
-    return found  # type: ignore[no-any-return]
+def _moved(generator: torch.Generator, before: Tensor, after: Tensor) -> bool:
+    """Bring a generator from one state to another, unless it is no longer in the first one; whether it was.
+
+    Look and change are one call of C code, a pipe of `map`s, within which CPython runs no other thread.
+    """
+    then: defaultdict[bytes, Callable[[], Any]] = defaultdict(lambda: bool)
+    then[before.numpy().tobytes()] = functools.partial(generator.set_state, after)
+    states: Iterator[Tensor] = map(operator.call, (generator.get_state,))
+    return bool(next(map(operator.call, map(then.__getitem__, map(np.ndarray.tobytes, map(Tensor.numpy, states))))))
 
 
 @functools.cache

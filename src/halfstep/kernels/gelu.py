@@ -50,42 +50,26 @@ def _inner(data):
         begin, end = _piece(about)
 
 
-@part
-def _half(form, x, start, n, a0):
-    """x / 2, rounded to the format of x, in the second of the buffers at `a0`: in the first one the loop would not be vectorised."""
-    values, a = as_fp32(form, x, start, n, a0), floats(a0, STRETCH, n)
-    for i in range(n):
-        a[i] = f32(values[i] * f32(0.5))
-    round_to(form, a)
-    return a
-
-
-def _outer(data):
-    about, space = carray(data, (FIRST + 4,), np.int64), np.empty(2 * STRETCH, np.float32)
-    form, x, t, out = about[FIRST], about[FIRST + 1], about[FIRST + 2], about[FIRST + 3]
+def _times_half(data):
+    """x / 2, rounded to the format of x, times another tensor; times 1 + that one where `rise` is not 0."""
+    about, space = carray(data, (FIRST + 5,), np.int64), np.empty(2 * STRETCH, np.float32)
+    form, x, rise, other, out = about[FIRST], about[FIRST + 1], about[FIRST + 2], about[FIRST + 3], about[FIRST + 4]
     a0 = i64(space.ctypes.data)
     begin, end = _piece(about)
     while begin < end:
         for start in range(begin, end, STRETCH):
             n = min(STRETCH, end - start)
-            a, tanh, y = _half(form, x, start, n, a0), floats(t, start, n), floats(out, start, n)
+            # to another buffer than that of x: in one the loop would not be vectorised
+            source, a, b, y = as_fp32(form, x, start, n, a0), floats(a0, STRETCH, n), floats(other, start, n), floats(out, start, n)
             for i in range(n):
-                y[i] = f32(a[i] * f32(f32(1) + tanh[i]))
-        begin, end = _piece(about)
-
-
-def _to_tanh(data):
-    """The gradient of the tanh."""
-    about, space = carray(data, (FIRST + 4,), np.int64), np.empty(2 * STRETCH, np.float32)
-    form, x, grad, out = about[FIRST], about[FIRST + 1], about[FIRST + 2], about[FIRST + 3]
-    a0 = i64(space.ctypes.data)
-    begin, end = _piece(about)
-    while begin < end:
-        for start in range(begin, end, STRETCH):
-            n = min(STRETCH, end - start)
-            a, g, y = _half(form, x, start, n, a0), floats(grad, start, n), floats(out, start, n)
-            for i in range(n):
-                y[i] = f32(g[i] * a[i])
+                a[i] = f32(source[i] * f32(0.5))
+            round_to(form, a)
+            if rise:
+                for i in range(n):
+                    y[i] = f32(a[i] * f32(f32(1) + b[i]))
+            else:
+                for i in range(n):
+                    y[i] = f32(a[i] * b[i])
         begin, end = _piece(about)
 
 
@@ -119,11 +103,12 @@ def _to_x(data):
         begin, end = _piece(about)
 
 
-inner_of, outer_of, to_tanh, to_x = (for_team(function, *PARTS) for function in (_inner, _outer, _to_tanh, _to_x))
+inner_of, times_half, to_x = (for_team(function, *PARTS) for function in (_inner, _times_half, _to_x))
 
 
-def _shared(entry: int, x: Tensor, out: Tensor, *others: Tensor) -> Tensor:
-    pool.run(entry, x.numel(), PIECE, FORMATS[x.dtype], x.data_ptr(), *(t.data_ptr() for t in others), out.data_ptr())
+def _shared(entry: int, x: Tensor, out: Tensor, *others: Tensor | int) -> Tensor:
+    given = (t if isinstance(t, int) else t.data_ptr() for t in others)
+    pool.run(entry, x.numel(), PIECE, FORMATS[x.dtype], x.data_ptr(), *given, out.data_ptr())
     return out
 
 
@@ -134,10 +119,10 @@ def _like(x: Tensor) -> Tensor:
 def forward(x: Tensor) -> tuple[Tensor, Tensor]:
     """(GELU, the tanh in it) of a contiguous tensor on the CPU in fp32 or 16 bits: both in fp32."""
     t = _shared(inner_of, x, _like(x)).tanh_()
-    return _shared(outer_of, x, _like(x), t), t
+    return _shared(times_half, x, _like(x), 1, t), t
 
 
 def backward(x: Tensor, t: Tensor, grad: Tensor) -> Tensor:
     """The gradient of `x`, in its format, from the tanh that `forward` gave and the fp32 gradient of its result, all contiguous."""
-    above = torch.ops.aten.tanh_backward(_shared(to_tanh, x, _like(x), grad), t)
+    above = torch.ops.aten.tanh_backward(_shared(times_half, x, _like(x), 0, grad), t)  # of what the tanh is of
     return _shared(to_x, x, torch.empty(x.shape, dtype=x.dtype), t, grad, above)

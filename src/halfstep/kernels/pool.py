@@ -193,9 +193,8 @@ def share(work: Work, pieces: int) -> None:
         raise call.error
 
 
-NEXT, SELF, COUNT, STEP, FIRST = range(
-    5
-)  # of what `run` gives a compiled function: the next element, its own address, how many, at a time; then its own
+# what `run` gives a compiled function: the next element, its own address, how many elements, how many at a time; then what is its own
+NEXT, SELF, COUNT, STEP, FIRST = range(5)
 
 
 def run(entry: int, count: int, size: int, *about: int) -> None:

@@ -103,7 +103,7 @@ def _load_cuda() -> ModuleType | None:
         return None
     kernels = importlib.import_module("halfstep.kernels.cuda")
     try:
-        kernels.squares([torch.ones(1, device=kernels.DEVICE)])
+        kernels.squares([torch.ones(1, dtype=torch.float32, device=kernels.DEVICE)])
     except Exception as error:  # noqa: BLE001  whatever a compiler raises, as without a C compiler: the definitions need none
         _say(f"triton compiles nothing here ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}): {instead}")
         return None

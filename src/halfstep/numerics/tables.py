@@ -74,7 +74,7 @@ def _is_frequencies(name: str, flat: Tensor) -> bool:
     span = float(logs[-1] - logs[0])
     if "freq" in name.lower() and abs(span) > 1:
         return True
-    line = logs[0] + (logs[-1] - logs[0]) * torch.linspace(0, 1, flat.numel(), device=flat.device)
+    line = logs[0] + (logs[-1] - logs[0]) * torch.linspace(0, 1, flat.numel(), dtype=logs.dtype, device=flat.device)
     return abs(span) >= math.log(100) and float((logs - line).abs().amax()) <= 0.02
 
 

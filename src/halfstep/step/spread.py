@@ -74,7 +74,7 @@ def _lengths(tensors: Sequence[Tensor]) -> Tensor:
     """
     if tensors[0].device.type != "cpu" or tensors[0].dtype == torch.float32:
         return numerics.norms(tensors, tensors[0].device)
-    buffer = torch.empty(min(PIECE, max(t.numel() for t in tensors)))
+    buffer = torch.empty(min(PIECE, max(t.numel() for t in tensors)), dtype=torch.float32, device="cpu")
     found = []
     for t in tensors:
         pieces = [torch.linalg.vector_norm(buffer[: piece.numel()].copy_(piece)) for piece in torch.split(t.reshape(-1), PIECE)]

@@ -128,3 +128,15 @@ def test_no_16_bit_tensor_is_cast_up_as_a_whole(dtype: torch.dtype, monkeypatch:
     assert large == [1000]
     for t, row in zip(tensors, found, strict=True):
         assert float(row[5]) == pytest.approx(float(t.double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_another_default_dtype_changes_no_length(default: torch.dtype) -> None:
+    tensors = [torch.randn(300, generator=torch.Generator().manual_seed(0)).to(torch.float16)]
+    expected = rows(tensors, [FORMATS["fp16"]], torch.device("cpu"))
+    torch.set_default_dtype(default)
+    try:
+        found = rows(tensors, [FORMATS["fp16"]], torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
